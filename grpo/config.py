@@ -1,0 +1,121 @@
+"""How every setting is declared, loaded and explained: typed dataclasses, one YAML file, dotted overrides.
+
+Each component declares its settings as a dataclass beside itself, every field with its doc (`option`);
+`load` builds the tree from a YAML file and `key=value` overrides and refuses an unknown key with the nearest
+known one; `describe` lists the tree for `--help` and docs/config.md.
+"""
+
+import dataclasses
+import difflib
+import typing
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+T = TypeVar("T")
+
+
+class ConfigError(ValueError):
+    """What the user gave cannot work. Its message is one sentence that says what, where and the way out.
+
+    The command line prints it without a traceback and exits with 2.
+    """
+
+
+def option(default: Any, doc: str) -> Any:
+    """A dataclass field with its doc; a list, a dict or a dataclass type default is made afresh each time."""
+    metadata = {"doc": doc}
+    if isinstance(default, type):
+        return dataclasses.field(default_factory=default, metadata=metadata)
+    if isinstance(default, list | dict):
+        return dataclasses.field(default_factory=lambda: type(default)(default), metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def choose(value: str, allowed: tuple[str, ...], key: str) -> str:
+    """`value` if it is one of `allowed`; raises ConfigError naming the choices otherwise."""
+    if value not in allowed:
+        raise ConfigError(f"{key}={value!r} is not a choice: use one of {', '.join(allowed)}.")
+    return value
+
+
+def describe(schema: type, prefix: str = "") -> Iterator[tuple[str, str, Any, str]]:
+    """Yield (dotted key, type, default, doc) for every setting below `schema`, in declaration order."""
+    hints = typing.get_type_hints(schema)
+    for field in dataclasses.fields(schema):
+        hint, key = hints[field.name], prefix + field.name
+        if dataclasses.is_dataclass(hint):
+            yield from describe(hint, key + ".")
+            continue
+        default = field.default if field.default is not dataclasses.MISSING else field.default_factory()
+        name = hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint)
+        yield key, name.replace("typing.", ""), default, field.metadata["doc"]
+
+
+def load(schema: type[T], path: str | Path | None = None, overrides: list[str] | tuple[str, ...] = ()) -> T:
+    """Build `schema` from its defaults, then the YAML file at `path`, then `key=value` overrides.
+
+    Raises ConfigError for a file that is missing or unreadable, an unknown key (with the nearest known one)
+    and a value of the wrong type.
+    """
+    tree = OmegaConf.structured(schema)
+    given = []
+    if path is not None:
+        if not Path(path).is_file():
+            raise ConfigError(
+                f"There is no config file {path}: pass the path of a YAML file, such as "
+                "examples/countdown_cpu.yaml."
+            )
+        try:
+            given.append((str(path), OmegaConf.load(path)))
+        except Exception as error:
+            raise ConfigError(f"{path} is not valid YAML: {error}") from error
+    for override in overrides:
+        key, separator, _ = override.partition("=")
+        if not separator or not key:
+            raise ConfigError(f"{override!r} is not an override: write it as key=value, such as seed=1.")
+        try:
+            given.append((override, OmegaConf.from_dotlist([override])))
+        except Exception as error:
+            raise ConfigError(f"The value in {override!r} is not valid YAML: {error}") from error
+    known = [key for key, *_ in describe(schema)]
+    for source, layer in given:
+        if not OmegaConf.is_dict(layer):
+            raise ConfigError(f"{source} must hold `key: value` settings at its top level.")
+        _refuse_unknown_keys(OmegaConf.to_container(layer), schema, known, source)
+        try:
+            tree = OmegaConf.merge(tree, layer)
+        except OmegaConfBaseException as error:
+            raise ConfigError(
+                f"{source}: {str(error).splitlines()[0]} (setting {error.full_key})."
+            ) from error
+    try:
+        return OmegaConf.to_object(tree)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"Setting {error.full_key}: {str(error).splitlines()[0]}") from error
+
+
+def to_yaml(config: Any) -> str:
+    """The whole resolved config as YAML, ready to be loaded again."""
+    return OmegaConf.to_yaml(OmegaConf.structured(config))
+
+
+def _refuse_unknown_keys(
+    values: Mapping, schema: type, known: list[str], source: str, prefix: str = ""
+) -> None:
+    hints = typing.get_type_hints(schema)
+    for name, value in values.items():
+        key = f"{prefix}{name}"
+        if name not in hints:
+            leaf = [k for k in known if k.rsplit(".", 1)[-1] == str(name)]
+            near = leaf or difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+            near = near or [k for k in known if difflib.get_close_matches(str(name), [k.rsplit(".", 1)[-1]])]
+            hint = f"did you mean {near[0]}?" if near else "`python -m trainer --help` lists all settings."
+            raise ConfigError(f"Unknown setting {key!r} in {source}: {hint}")
+        if dataclasses.is_dataclass(hints[name]):
+            if not isinstance(value, Mapping):
+                raise ConfigError(f"Setting {key} in {source} must hold settings of its own, not {value!r}.")
+            _refuse_unknown_keys(value, hints[name], known, source, key + ".")

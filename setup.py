@@ -1,0 +1,29 @@
+"""Packaging. `pip install -e .` for the trainer, `.[test]` for its tests, `.[sglang]` for GPU rollouts."""
+
+from setuptools import find_packages, setup
+
+setup(
+    name="grpo-trainer",
+    version="0.1.0",
+    description="A GRPO trainer small enough to read in an afternoon, and that proves it is right",
+    license="Apache-2.0",
+    python_requires=">=3.11,<3.13",
+    packages=find_packages(include=["grpo*", "workers*", "trainer*", "rewards*"]),
+    install_requires=[
+        "torch>=2.11,<2.14",
+        "transformers>=5.12,<5.13",
+        "tensordict>=0.12",
+        "datasets>=4",
+        "safetensors",
+        "omegaconf>=2.3",
+        "rich>=13",
+        "math-verify>=0.8",
+        "wandb",
+        "matplotlib",
+    ],
+    extras_require={
+        "test": ["pytest>=8", "pytest-timeout", "hypothesis", "ruff", "tensorboard"],
+        "tensorboard": ["tensorboard"],
+        "sglang": ["sglang>=0.5.17,<0.5.22"],
+    },
+)
