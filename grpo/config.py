@@ -66,8 +66,7 @@ def load(schema: type[T], path: str | Path | None = None, overrides: list[str] |
     if path is not None:
         if not Path(path).is_file():
             raise ConfigError(
-                f"There is no config file {path}: pass the path of a YAML file, such as "
-                "examples/countdown_cpu.yaml."
+                f"There is no config file {path}: pass the path of a YAML file, such as examples/countdown_cpu.yaml."
             )
         try:
             given.append((str(path), OmegaConf.load(path)))
@@ -89,9 +88,7 @@ def load(schema: type[T], path: str | Path | None = None, overrides: list[str] |
         try:
             tree = OmegaConf.merge(tree, layer)
         except OmegaConfBaseException as error:
-            raise ConfigError(
-                f"{source}: {str(error).splitlines()[0]} (setting {error.full_key})."
-            ) from error
+            raise ConfigError(f"{source}: {str(error).splitlines()[0]} (setting {error.full_key}).") from error
     try:
         return OmegaConf.to_object(tree)
     except OmegaConfBaseException as error:
@@ -103,9 +100,7 @@ def to_yaml(config: Any) -> str:
     return OmegaConf.to_yaml(OmegaConf.structured(config))
 
 
-def _refuse_unknown_keys(
-    values: Mapping, schema: type, known: list[str], source: str, prefix: str = ""
-) -> None:
+def _refuse_unknown_keys(values: Mapping, schema: type, known: list[str], source: str, prefix: str = "") -> None:
     hints = typing.get_type_hints(schema)
     for name, value in values.items():
         key = f"{prefix}{name}"

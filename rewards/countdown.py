@@ -1,0 +1,144 @@
+"""The countdown reward: an arithmetic expression that uses the given numbers once each and makes the target.
+
+The rules, wherever a text could be read in more than one way:
+- Only what follows the last `</think>` is read; without one, the whole completion (a prompt may have opened the
+  thinking, so a completion can begin in the middle of it).
+- The answer is the last `<answer>` that is closed, up to its first `</answer>`. An unclosed `<answer>` after it
+  (a completion cut off) is ignored; an unclosed one alone is no answer.
+- From the first "=" on the answer is ignored, whatever it says: "3 + 4 = 8" is "3 + 4".
+- An expression is decimal integers without leading zeros, + - * / (also × ÷ −) and round brackets, with signs as
+  in Python (-5, 2*-3, --5, +5). Nothing else: no "x", "^", "**", "//", decimal points or implied products.
+- Arithmetic is exact (fractions), and dividing by zero makes a wrong value, not an error.
+- An answer of more than MAX_CHARACTERS before the "=" is not valid. With the numbers checked before anything is
+  computed and a parser that does not recurse, this bounds depth, digits and time.
+"""
+
+import operator
+import re
+from fractions import Fraction
+
+from rewards.registry import register
+
+MAX_CHARACTERS = 1000
+SIGNS = {"+": "sign+", "-": "sign-"}
+PRECEDENCE = {"+": 1, "-": 1, "*": 2, "/": 2, "sign+": 3, "sign-": 3}
+TO_ASCII = str.maketrans("×÷−", "*/-")
+# "05" and "1 2" become two numbers side by side, which no expression has.
+TOKEN = re.compile(r"0|[1-9][0-9]*|\S")
+
+
+@register("countdown", needs=("numbers", "target"))
+def countdown(completion: str, row: dict, *, valid: float = 0.1, format: float = 0.05) -> float:
+    """Grade one completion against row["numbers"] (ints >= 0) and row["target"] (int).
+
+    1.0 for the target; `valid` for a well-formed expression of exactly these numbers with another value;
+    `format` for any other closed `<answer>`; 0.0 without one. No completion raises; a row that lacks a column or
+    holds something else raises ValueError. The task is TinyZero's (https://github.com/Jiayi-Pan/TinyZero).
+    """
+    numbers, target = _read_row(row)
+    answer = _last_answer(completion.rpartition("</think>")[2])
+    if answer is None:
+        return 0.0
+    expression = answer.partition("=")[0]
+    if len(expression) > MAX_CHARACTERS:
+        return format
+    tokens = TOKEN.findall(expression.translate(TO_ASCII))
+    if sorted(int(token) for token in tokens if _is_number(token)) != sorted(numbers):
+        return format
+    try:
+        value = evaluate(tokens)
+    except ValueError:
+        return format
+    return 1.0 if value == target else valid
+
+
+def evaluate(tokens: list[str]) -> Fraction | None:
+    """The exact value of an expression given as tokens, None where it divides by zero.
+
+    Raises ValueError for tokens that are not an expression. Dijkstra's shunting yard, computing as it goes.
+    """
+    values: list[Fraction | None] = []
+    pending: list[str] = []
+    operand_next = True
+    for token in tokens:
+        if operand_next:
+            if token == "(":
+                pending.append(token)
+            elif token in SIGNS:
+                pending.append(SIGNS[token])
+            elif _is_number(token):
+                values.append(Fraction(int(token)))
+                operand_next = False
+            else:
+                raise ValueError(f"{token!r} stands where a number or a bracket should open")
+        elif token == ")":
+            _reduce(values, pending, 0)
+            if not pending:
+                raise ValueError("a bracket closes that was not opened")
+            pending.pop()
+        elif token in PRECEDENCE:
+            _reduce(values, pending, PRECEDENCE[token])
+            pending.append(token)
+            operand_next = True
+        else:
+            raise ValueError(f"{token!r} stands where an operator should")
+    if operand_next:
+        raise ValueError("the expression ends where a number should stand")
+    _reduce(values, pending, 0)
+    if pending:
+        raise ValueError("a bracket is not closed")
+    return values[0]
+
+
+def _reduce(values: list[Fraction | None], pending: list[str], level: int) -> None:
+    while pending and pending[-1] != "(" and PRECEDENCE[pending[-1]] >= level:
+        operation, right = pending.pop(), values.pop()
+        if operation in SIGNS.values():
+            values.append(-right if operation == "sign-" and right is not None else right)
+            continue
+        left = values.pop()
+        # None goes on as None: an expression that divides by zero must still be read to its end, it may be malformed.
+        if left is None or right is None or (operation == "/" and right == 0):
+            values.append(None)
+        elif operation == "+":
+            values.append(left + right)
+        elif operation == "-":
+            values.append(left - right)
+        elif operation == "*":
+            values.append(left * right)
+        else:
+            values.append(left / right)
+
+
+def _is_number(token: str) -> bool:
+    # isdigit alone also holds for digits of other scripts.
+    return token.isascii() and token.isdigit()
+
+
+def _last_answer(text: str) -> str | None:
+    start = text.rfind("<answer>", 0, max(text.rfind("</answer>"), 0))
+    if start < 0:
+        return None
+    return text[start + len("<answer>") :].partition("</answer>")[0]
+
+
+def _read_row(row: dict) -> tuple[list[int], int]:
+    for column in ("numbers", "target"):
+        if column not in row:
+            raise ValueError(f"countdown needs the column {column!r}, and the row has {sorted(row)}.")
+    try:
+        numbers, target = [_integer(number) for number in row["numbers"]], _integer(row["target"])
+    except TypeError as error:
+        raise ValueError(
+            f"countdown needs a list of integers and an integer, not numbers={row['numbers']!r} and "
+            f"target={row['target']!r}."
+        ) from error
+    if not numbers or min(numbers) < 0:
+        raise ValueError(f"countdown needs one or more numbers, none of them negative, not {numbers}.")
+    return numbers, target
+
+
+def _integer(value: object) -> int:
+    if isinstance(value, bool):
+        raise TypeError("a bool is not a number here")
+    return operator.index(value)  # also what numpy and arrow call an integer

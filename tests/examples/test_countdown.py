@@ -1,0 +1,181 @@
+"""examples/countdown.py: its files, the exactness of its traces, and its tokenizer and model as loaded again."""
+
+import dataclasses
+import json
+import random
+import re
+import subprocess
+import sys
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+import rewards
+from examples.countdown import (
+    Problem,
+    demonstrate,
+    demonstrations,
+    make_model,
+    make_tokenizer,
+    presets,
+    problems,
+    write,
+)
+
+STEP = re.compile(r"(\d+) ([-+*]) (\d+) = (\d+) , (\d+) ([-+*]) (\d+) = (\d+) (yes|no)")
+
+
+def exact(left: str, operator: str, right: str) -> Fraction:
+    return Fraction(eval(f"{int(left)} {operator} {int(right)}", {"__builtins__": {}}))
+
+
+def identity(problem: Problem) -> tuple:
+    return (*sorted(problem.numbers), problem.target)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("countdown")
+    write(out, dataclasses.replace(presets()["search"], demonstrations=3000), seed=0)
+    return out
+
+
+def rows_of(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize(("name", "total"), [("search", 1248), ("direct", 1248), ("hard", 1270)])
+def test_problems_are_all_there_once_and_the_held_out_ones_apart(name, total):
+    preset = presets()[name]
+    training, held_out = problems(preset, seed=0)
+    assert len(held_out) == preset.held_out == 256
+    assert len({identity(problem) for problem in training + held_out}) == len(training + held_out) == total
+    assert problems(preset, seed=0) == (training, held_out)
+    assert problems(preset, seed=1) != (training, held_out)
+    for problem in training + held_out:
+        assert all(1 <= number <= preset.largest_number for number in problem.numbers)
+        assert 1 <= problem.target <= 30
+
+
+@pytest.mark.parametrize("name", ["search", "direct", "hard"])
+def test_every_trace_is_exact_and_its_verdicts_are_the_rewards(name):
+    preset = dataclasses.replace(presets()[name], demonstrations=3000)
+    training, _ = problems(preset, seed=0)
+    reward, tokenizer = rewards.get("countdown"), make_tokenizer()
+    known = {identity(problem) for problem in training}
+    for row in demonstrations(training, preset, seed=0):
+        assert identity(Problem(tuple(row["numbers"]), row["target"])) in known
+        thinking, answer = row["response"].split(" </think> ")
+        tries = list(STEP.finditer(thinking))
+        assert " ".join(t.group() for t in tries) == thinking
+        assert 1 <= len(tries) <= preset.most_tries
+        for a, first, b, between, again, second, c, value, verdict in (t.groups() for t in tries):
+            assert between == again
+            assert exact(a, first, b) == int(between)
+            assert exact(between, second, c) == int(value)
+            assert sorted(map(int, (a, b, c))) == sorted(row["numbers"])
+            assert set(first + second) <= set(preset.operators)
+            assert verdict == ("yes" if int(value) == row["target"] else "no")
+        assert all(t.group(9) == "no" for t in tries[:-1])
+        a, first, b, _, _, second, c, _, verdict = tries[-1].groups()
+        assert answer == f"<answer> ( {a} {first} {b} ) {second} {c} </answer>"
+        graded = reward(row["response"], row)
+        assert graded == (1.0 if verdict == "yes" else 0.1)
+        assert tokenizer.decode(tokenizer(row["response"])["input_ids"]) == row["response"]
+
+
+@pytest.mark.parametrize(
+    ("name", "solved", "tries"),
+    # chance of a hit p = right + (1 - right) * random; solved = p / (1 - (1 - p)(1 - give_up))
+    [("search", 0.513, 1.32), ("direct", 0.568, 1.0), ("hard", 0.48, 1.52)],
+)
+def test_demonstrations_are_as_good_as_the_preset_says(name, solved, tries):
+    preset = dataclasses.replace(presets()[name], demonstrations=8000)
+    rows = demonstrations(problems(preset, seed=0)[0], preset, seed=0)
+    assert sum(" yes " in row["response"] for row in rows) / len(rows) == pytest.approx(solved, abs=0.025)
+    assert sum(row["response"].count(",") for row in rows) / len(rows) == pytest.approx(tries, abs=0.04)
+
+
+def test_demonstrations_stop_at_a_hit_and_at_the_most_tries():
+    problem = Problem((3, 7, 2), 12)
+    always = dataclasses.replace(presets()["search"], right=1.0, give_up=0.0)
+    never = dataclasses.replace(always, right=0.0, most_tries=3)
+    assert demonstrate(problem, always, random.Random(0)).count(",") == 1
+    unsolvable = Problem((1, 1, 1), 30)
+    assert demonstrate(unsolvable, never, random.Random(0)).count(" no") == 3
+
+
+def test_the_folder_holds_disjoint_problems_and_the_same_again(folder, tmp_path):
+    training, held_out = rows_of(folder / "train.jsonl"), rows_of(folder / "heldout.jsonl")
+    shown = rows_of(folder / "demonstrations.jsonl")
+    assert (len(training), len(held_out), len(shown)) == (992, 256, 3000)
+    assert set(training[0]) == {"prompt", "numbers", "target"}
+    assert set(shown[0]) == {"prompt", "response", "numbers", "target"}
+    apart = {(*sorted(row["numbers"]), row["target"]) for row in held_out}
+    assert not apart & {(*sorted(row["numbers"]), row["target"]) for row in training + shown}
+    for row in training + shown:
+        assert row["prompt"] == f"{' '.join(map(str, row['numbers']))} to {row['target']} <think>"
+    write(tmp_path, dataclasses.replace(presets()["search"], demonstrations=3000), seed=0)
+    files = sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+    assert [path for path in files if (folder / path).read_bytes() != (tmp_path / path).read_bytes()] == []
+    other = dataclasses.replace(presets()["search"], demonstrations=10)
+    write(tmp_path, other, seed=1)
+    assert len(rows_of(tmp_path / "demonstrations.jsonl")) == 10
+    assert (tmp_path / "heldout.jsonl").read_bytes() != (folder / "heldout.jsonl").read_bytes()
+
+
+def test_the_model_folder_loads_as_any_other(folder):
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "model")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "model")
+    assert len(tokenizer) == model.config.vocab_size == 117
+    assert model.num_parameters() < 200_000
+    assert (model.config.pad_token_id, model.config.eos_token_id) == (
+        tokenizer.pad_token_id,
+        tokenizer.eos_token_id,
+    )
+    expected = make_model(seed=0).state_dict()
+    assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+    drawn = model.generation_config
+    assert (drawn.do_sample, drawn.temperature, drawn.top_k, drawn.top_p) == (True, 1.0, 0, 1.0)
+    text = "3 7 2 to 12 <think> 7 - 2 = 5 , 5 + 3 = 8 no </think> <answer> ( 7 + 3 ) + 2 </answer>"
+    ids = tokenizer(text)["input_ids"]
+    assert len(ids) == len(text.split())
+    assert tokenizer.decode(ids) == text
+    assert (
+        tokenizer("(7+3)*2</think>\n<answer>")["input_ids"]
+        == (tokenizer("( 7 + 3 ) * 2 </think> <answer>")["input_ids"])
+    )
+    assert tokenizer.decode([*ids, tokenizer.eos_token_id], skip_special_tokens=True) == text
+    with pytest.raises(Exception, match="UNK"):
+        tokenizer("seven")
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_models_of_every_kind_depend_on_their_seed_alone(kind, tied):
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    sizes = {"hidden": 32, "layers": 1, "heads": 4, "kv_heads": 2, "feed_forward": 48, "vocab": 128}
+    first, again, other = (make_model(kind, seed=seed, tied=tied, **sizes) for seed in (1, 1, 2))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert first.config.model_type == kind
+    assert (first.lm_head.weight is first.model.embed_tokens.weight) == tied
+    assert first.model.layers[0].self_attn.k_proj.weight.shape == (16, 32)
+    assert first(torch.tensor([[1, 2, 3]])).logits.shape == (1, 3, 128)
+    weights = [torch.cat([p.flatten() for p in model.parameters()]) for model in (first, again, other)]
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
+
+
+def test_the_command_line_fills_the_folder(tmp_path):
+    script = Path(__file__).parents[2] / "examples" / "countdown.py"
+    out = tmp_path / "direct"
+    command = [sys.executable, str(script), str(out), "--preset", "direct", "--seed", "3"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert len(rows_of(out / "demonstrations.jsonl")) == presets()["direct"].demonstrations
+    wrong = subprocess.run([*command[:-3], "easy"], capture_output=True, text=True)
+    assert wrong.returncode == 2

@@ -1,0 +1,388 @@
+"""grpo/data.py: sources, rendering, tokens and the order of prompts. Nothing here reaches for the network."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import datasets
+import httpx
+import huggingface_hub
+import pytest
+from huggingface_hub.errors import RepositoryNotFoundError
+
+from examples.countdown import make_tokenizer
+from grpo.config import ConfigError, load
+from grpo.data import (
+    DataConfig,
+    PromptStream,
+    load_prompts,
+    load_rows,
+    tokenize_prompts,
+    tokenize_responses,
+)
+
+ROWS = [{"prompt": f"{n} 2 to 5", "response": "yes", "numbers": [n, 2], "target": 5} for n in range(10)]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return make_tokenizer()
+
+
+@pytest.fixture
+def chat_tokenizer():
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ '(' if m.role == 'system' else '=' }} {{ m.content }} {% endfor %}"
+        "{% if add_generation_prompt %}yes {% endif %}"
+    )
+    return tokenizer
+
+
+@pytest.fixture
+def no_hub(monkeypatch):
+    """Any request to the hub fails as it does without a network."""
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+
+    def refuse(self, *args, **kwargs):
+        raise httpx.ConnectError("Name or service not known")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", refuse)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: pytest.fail("the hub was asked again"))
+
+
+def write_lines(path: Path, rows: list[dict]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def one_sentence(error: pytest.ExceptionInfo, *parts: str) -> None:
+    message = str(error.value)
+    assert "\n" not in message
+    for part in parts:
+        assert part in message
+
+
+# sources
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "json", "parquet", "csv"])
+def test_files_are_read_whatever_the_split(tmp_path, ending):
+    path = tmp_path / f"rows.{ending}"
+    rows = datasets.Dataset.from_list(ROWS)
+    if ending == "jsonl":
+        write_lines(path, ROWS)
+    elif ending == "json":
+        path.write_text(json.dumps(ROWS))
+    elif ending == "parquet":
+        rows.to_parquet(path)
+    else:
+        rows = rows.remove_columns("numbers")
+        rows.to_csv(path)
+    assert list(load_rows(str(path), "anything")) == list(rows)
+
+
+def test_a_saved_folder_with_and_without_splits(tmp_path):
+    rows = datasets.Dataset.from_list(ROWS)
+    rows.save_to_disk(tmp_path / "one")
+    assert load_rows(str(tmp_path / "one"), "anything")[3] == ROWS[3]
+    datasets.DatasetDict(train=rows, dev=rows.select([1])).save_to_disk(tmp_path / "two")
+    assert list(load_rows(str(tmp_path / "two"), "dev")) == [ROWS[1]]
+    with pytest.raises(ConfigError) as error:
+        load_rows(str(tmp_path / "two"), "test", key="data.eval")
+    one_sentence(error, "data.eval_split=test", "train, dev")
+
+
+def test_functions_are_called_with_the_split(tmp_path, monkeypatch):
+    source = "def rows(split):\n    yield {'prompt': split}\n    yield {'prompt': '2', 'extra': [1]}\n"
+    path = tmp_path / "made_rows.py"
+    path.write_text(source)
+    expected = [{"prompt": "dev", "extra": None}, {"prompt": "2", "extra": [1]}]
+    assert list(load_rows(f"{path}:rows", "dev")) == expected
+    monkeypatch.syspath_prepend(tmp_path)
+    assert list(load_rows("made_rows:rows", "dev")) == expected
+    for wrong, says in [
+        (f"{path}:row", "did you mean rows?"),
+        ("made_rows:row", "did you mean rows?"),
+        ("made_up_rows:rows", "no module made_up_rows"),
+        (f"{tmp_path}/made_row.py:rows", "did you mean made_rows.py?"),
+    ]:
+        with pytest.raises(ConfigError) as error:
+            load_rows(wrong, "train")
+        one_sentence(error, "data.train", says)
+
+
+@pytest.mark.parametrize(
+    ("body", "says"), [("yield 3", "yields 3 as row 0"), ("yield {'a': 1}; yield {'a': [2]}", "share types")]
+)
+def test_functions_that_yield_no_table(tmp_path, body, says):
+    path = tmp_path / "made.py"
+    path.write_text(f"def rows(split):\n    {body}\n")
+    with pytest.raises(ConfigError) as error:
+        load_rows(f"{path}:rows", "train")
+    one_sentence(error, "data.train", says)
+
+
+def test_a_file_that_is_not_there_names_the_nearest(tmp_path):
+    write_lines(tmp_path / "train.jsonl", ROWS)
+    with pytest.raises(ConfigError) as error:
+        load_rows(str(tmp_path / "trian.jsonl"), "train")
+    one_sentence(error, "data.train", "trian.jsonl", "did you mean train.jsonl?")
+    with pytest.raises(ConfigError, match="nor a folder"):
+        load_rows(str(tmp_path / "nowhere" / "train.jsonl"), "train")
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [(f"rows.{ending}", "") for ending in ("jsonl", "json", "parquet", "csv", "xml")]
+    + [(f"rows.{ending}", "\x00 no table {") for ending in ("jsonl", "json", "parquet", "xml")],
+)
+def test_files_that_cannot_be_read(tmp_path, name, content):
+    path = tmp_path / name
+    path.write_text(content)
+    with pytest.raises(ConfigError) as error:
+        load_rows(str(path), "train")
+    one_sentence(error, "data.train", name)
+
+
+def test_empty_sources(tmp_path):
+    (tmp_path / "rows.csv").write_text("prompt,target\n")
+    (tmp_path / "made.py").write_text("def rows(split):\n    yield from ()\n")
+    for source in ["rows.csv", "made.py:rows"]:
+        with pytest.raises(ConfigError) as error:
+            load_rows(f"{tmp_path}/{source}", "train")
+        one_sentence(error, "data.train", "holds no rows")
+
+
+def test_what_is_on_disk_wins_over_the_hub(tmp_path, monkeypatch, no_hub):
+    monkeypatch.chdir(tmp_path)
+    datasets.Dataset.from_list(ROWS).save_to_disk("org/name")
+    assert len(load_rows("org/name", "train")) == len(ROWS)
+
+
+def test_without_a_network_the_answer_is_quick(no_hub):
+    start = time.monotonic()
+    with pytest.raises(ConfigError) as error:
+        load_rows("org/name", "train")
+    one_sentence(error, "data.train", "org/name", "cannot be reached", "local file")
+    assert time.monotonic() - start < 2
+
+
+def test_offline_only_the_cache_is_asked(monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda *a, **k: pytest.fail("asked the hub"))
+
+    def not_cached(*args, **kwargs):
+        raise ConnectionError("Couldn't reach 'org/name' on the Hub (OfflineModeIsEnabled)")
+
+    monkeypatch.setattr(datasets, "load_dataset", not_cached)
+    with pytest.raises(ConfigError) as error:
+        load_rows("org/name", "train")
+    one_sentence(error, "data.train", "OfflineModeIsEnabled", "local file")
+
+
+def test_a_hub_name_nobody_has(monkeypatch, no_hub):
+    def unknown(self, name, **kwargs):
+        request = httpx.Request("GET", "https://hub")
+        raise RepositoryNotFoundError("404", response=httpx.Response(404, request=request))
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", unknown)
+    with pytest.raises(ConfigError) as error:
+        load_rows("org/nmae", "train")
+    one_sentence(error, "data.train", "org/nmae", "neither a file here nor a dataset", "local file")
+
+
+def test_the_hub_is_given_subset_and_split(monkeypatch, no_hub):
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda *a, **k: None)
+
+    def hub(name, subset, split):
+        if split != "test":
+            raise ValueError(f'Unknown split "{split}". Should be one of ["train", "test"].')
+        return datasets.Dataset.from_list([{"prompt": f"{name} {subset}"}])
+
+    monkeypatch.setattr(datasets, "load_dataset", hub)
+    assert load_rows("org/name", "test", "main")[0] == {"prompt": "org/name main"}
+    with pytest.raises(ConfigError) as error:
+        load_rows("org/name", "tset", "main", key="data.eval")
+    one_sentence(error, "data.eval_split=tset", '["train", "test"]', "data.subset=main")
+
+
+# rendering and tokens
+
+
+def prompts_of(tokenizer, rows=ROWS, **settings):
+    return tokenize_prompts(datasets.Dataset.from_list(rows), tokenizer, DataConfig(**settings))
+
+
+def test_raw_prompts_keep_their_rows(tokenizer):
+    prompts = prompts_of(tokenizer, opening=" <think>")
+    assert len(prompts) == 10
+    assert [p.index for p in prompts] == list(range(10))
+    assert prompts[7].row == ROWS[7]
+    assert isinstance(prompts[7].row["numbers"], list)
+    assert prompts[7].text == "7 2 to 5 <think>"
+    assert prompts[7].tokens == tokenizer.convert_tokens_to_ids(["7", "2", "to", "5", "<think>"])
+
+
+def test_a_template_is_filled_from_the_columns(tokenizer):
+    prompts = prompts_of(tokenizer, template="{numbers[0]} , {numbers[1]} to {target:d}")
+    assert prompts[3].text == "3 , 2 to 5"
+
+
+def test_chat_uses_the_template_the_system_message_and_the_opening(chat_tokenizer):
+    prompts = prompts_of(chat_tokenizer, chat=True, system="no", opening="<think>")
+    assert prompts[4].text == "( no = 4 2 to 5 yes <think>"
+    messages = [{"prompt": [{"role": "system", "content": "to"}, {"role": "user", "content": "9"}]}]
+    assert prompts_of(chat_tokenizer, messages, chat=True)[0].text == "( to = 9 yes "
+
+
+def test_special_tokens_are_added_to_raw_prompts_only(chat_tokenizer):
+    from tokenizers.processors import TemplateProcessing
+
+    eos = chat_tokenizer.eos_token_id
+    chat_tokenizer.backend_tokenizer.post_processor = TemplateProcessing("<eos> $A", special_tokens=[("<eos>", eos)])
+    assert prompts_of(chat_tokenizer)[0].tokens[0] == eos
+    assert eos not in prompts_of(chat_tokenizer, chat=True)[0].tokens
+    assert tokenize_responses(prompts_of(chat_tokenizer), chat_tokenizer, DataConfig())[0].count(eos) == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"prompt_column": "prmpt"}, ["data.prompt_column", "'prmpt'", "did you mean prompt?", "target"]),
+        ({"prompt_column": "numbers"}, ["data.prompt_column", "row 0", "[0, 2]"]),
+        ({"template": "{number}"}, ["data.template", "'number'", "did you mean numbers?"]),
+        ({"template": "{}"}, ["data.template", "''"]),
+        ({"template": "{target"}, ["data.template", "brace"]),
+        ({"template": "1 to 2"}, ["data.template", "names no column"]),
+        ({"template": "{numbers[5]}"}, ["data.template", "row 0"]),
+        ({"template": "{prompt:d}"}, ["data.template", "row 0"]),
+        ({"chat": True}, ["data.chat", "chat template"]),
+        ({"system": "yes"}, ["data.system", "data.chat=true"]),
+        ({"too_long": "cut"}, ["data.too_long", "error, drop"]),
+        ({"max_prompt_tokens": 3}, ["data.train", "row 0", "4 tokens", "10 of 10", "too_long=drop"]),
+        ({"max_prompt_tokens": 3, "too_long": "drop"}, ["data.train", "all 10 prompts", "4 tokens"]),
+    ],
+)
+def test_settings_that_do_not_fit_the_data(tokenizer, settings, says):
+    with pytest.raises(ConfigError) as error:
+        prompts_of(tokenizer, **settings)
+    one_sentence(error, *says)
+
+
+def test_an_empty_prompt_names_its_row(tokenizer):
+    with pytest.raises(ConfigError) as error:
+        prompts_of(tokenizer, [{"prompt": "1"}, {"prompt": " "}])
+    one_sentence(error, "data.train", "row 1", "empty")
+
+
+def test_long_prompts_are_dropped_and_the_rest_keep_their_row_numbers(tokenizer):
+    rows = [{"prompt": "1 " * n} for n in (3, 9, 1, 9)]
+    with pytest.raises(ConfigError, match=r"row 1 has 9 tokens.*2 of 4"):
+        prompts_of(tokenizer, rows, max_prompt_tokens=3)
+    prompts = prompts_of(tokenizer, rows, max_prompt_tokens=3, too_long="drop")
+    assert [(p.index, len(p.tokens)) for p in prompts] == [(0, 3), (2, 1)]
+    assert prompts.dropped == 2
+
+
+def test_responses_end_with_eos(tokenizer):
+    responses = tokenize_responses(prompts_of(tokenizer), tokenizer, DataConfig())
+    assert responses == [[tokenizer.convert_tokens_to_ids("yes"), tokenizer.eos_token_id]] * 10
+    for column, says in [("respnse", "did you mean response?"), ("target", "row 0")]:
+        with pytest.raises(ConfigError) as error:
+            tokenize_responses(prompts_of(tokenizer), tokenizer, DataConfig(response_column=column))
+        one_sentence(error, "data.response_column", says)
+    without_eos = make_tokenizer()
+    without_eos.eos_token = None
+    with pytest.raises(ConfigError, match="no eos token"):
+        tokenize_responses(prompts_of(tokenizer), without_eos, DataConfig())
+
+
+def test_load_prompts_follows_the_config(tmp_path, tokenizer):
+    train, held_out = write_lines(tmp_path / "a.jsonl", ROWS), write_lines(tmp_path / "b.jsonl", ROWS[5:])
+    config = load(DataConfig, overrides=[f"train={train}", f"eval={held_out}", "eval_limit=2"])
+    assert len(load_prompts(config, tokenizer, "train")) == 10
+    assert [p.row for p in load_prompts(config, tokenizer, "eval")] == ROWS[5:7]
+    with pytest.raises(ConfigError, match=r"data\.train is not set"):
+        load_prompts(DataConfig(), tokenizer, "train")
+    with pytest.raises(ConfigError, match=r"data\.eval_limit=0"):
+        load_prompts(DataConfig(eval=held_out, eval_limit=0), tokenizer, "eval")
+
+
+def test_a_hundred_thousand_rows_take_seconds(tokenizer):
+    rows = datasets.Dataset.from_dict({"a": list(range(100)) * 1000})
+    start = time.process_time()
+    prompts = tokenize_prompts(rows, tokenizer, DataConfig(template="{a} 2 to 5", opening="<think>"))
+    assert len(prompts) == 100_000
+    assert time.process_time() - start < 30
+
+
+# the order
+
+
+def indices(stream: PromptStream, steps: int) -> list[int]:
+    return [prompt.index for _ in range(steps) for prompt in stream.next()]
+
+
+def test_every_epoch_gives_each_prompt_once_in_a_new_order(tokenizer):
+    stream = PromptStream(prompts_of(tokenizer), 4, seed=1)
+    order = indices(stream, 15)
+    epochs = [order[start : start + 10] for start in range(0, 60, 10)]
+    assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 6
+    assert stream.epoch == 6
+    assert indices(PromptStream(prompts_of(tokenizer), 4, seed=1), 15) == order
+    assert indices(PromptStream(prompts_of(tokenizer), 4, seed=2), 15) != order
+    # an order made from seed + epoch would give seed 2 what seed 1 gave an epoch later
+    assert indices(PromptStream(prompts_of(tokenizer), 10, seed=2), 1) != epochs[1]
+
+
+def test_without_shuffling_the_rows_keep_their_order(tokenizer):
+    assert indices(PromptStream(prompts_of(tokenizer), 4, shuffle=False), 5) == list(range(10)) * 2
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 5, 7])
+def test_a_resumed_stream_goes_on_exactly(tokenizer, steps):
+    prompts = prompts_of(tokenizer)
+    stream = PromptStream(prompts, 4, seed=3)
+    indices(stream, steps)
+    state = json.loads(json.dumps(stream.state_dict()))
+    resumed = PromptStream(prompts, 4, seed=3)
+    resumed.load_state_dict(state)
+    assert indices(resumed, 8) == indices(stream, 8)
+
+
+def test_a_state_of_another_order_is_refused(tokenizer):
+    state = PromptStream(prompts_of(tokenizer), 4, seed=3).state_dict()
+    for other, says in [
+        (PromptStream(prompts_of(tokenizer), 4, seed=4), "seed is 4 but it was 3"),
+        (PromptStream(prompts_of(tokenizer, ROWS[:8]), 4, seed=3), "8 prompts but it was 10"),
+        (PromptStream(prompts_of(tokenizer), 4, seed=3, shuffle=False), "data.shuffle is False"),
+    ]:
+        with pytest.raises(ConfigError) as error:
+            other.load_state_dict(state)
+        one_sentence(error, says)
+
+
+def test_a_step_larger_than_the_dataset_is_refused(tokenizer):
+    for wrong in (0, 11):
+        with pytest.raises(ConfigError) as error:
+            PromptStream(prompts_of(tokenizer), wrong)
+        one_sentence(error, f"prompts_per_step={wrong}", "10 prompts")
+
+
+def test_the_order_is_the_same_in_every_process():
+    program = (
+        "from grpo.data import Prompt, PromptStream\n"
+        "prompts = [Prompt(i, [1], '', {}) for i in range(9)]\n"
+        "stream = PromptStream(prompts, 9, seed=5)\n"
+        "print([[p.index for p in stream.next()] for _ in range(2)])\n"
+    )
+    expected = "[[2, 7, 8, 1, 4, 3, 6, 0, 5], [4, 8, 2, 7, 6, 0, 1, 5, 3]]"
+    for hash_seed in ("1", "2"):
+        out = subprocess.run(
+            [sys.executable, "-c", program], env={"PYTHONHASHSEED": hash_seed}, capture_output=True, text=True
+        )
+        assert out.stdout.strip() == expected, out.stderr

@@ -1,0 +1,352 @@
+"""The pool: order, parts and totals, every way a grade can fail, and that no process outlives its parent."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import rewards
+from rewards import RewardPool, RewardsConfig
+
+SOURCE = """
+import ctypes, os, subprocess, sys, time
+from fractions import Fraction
+from rewards import register
+
+@register("length")
+def length(completion, row, *, scale=1.0):
+    return len(completion) * scale
+
+@register("row")
+def from_row(completion, row):
+    return row.pop("value")
+
+@register("naughty")
+def naughty(completion, row):
+    if completion == "sleep": time.sleep(60)
+    if completion == "regex":
+        import re
+        re.match(r"(a+)+$", "a" * 60 + "b")
+    if completion == "raise": raise KeyError("no such thing")
+    if completion == "long": raise ValueError("x" * 100_000)
+    if completion == "recurse": return naughty(completion, row)
+    if completion == "sys.exit": sys.exit(3)
+    if completion == "os._exit": os._exit(3)
+    if completion == "segfault": ctypes.string_at(0)
+    if completion == "killed": os.kill(os.getpid(), 9)
+    if completion == "nan": return float("nan")
+    if completion == "inf": return float("inf")
+    if completion == "none": return None
+    if completion == "text": return "1.0"
+    if completion == "true": return True
+    if completion == "fraction": return Fraction(1, 2)
+    if completion == "print": print("hello from print"); os.write(1, b"hello from write" + bytes([10]))
+    if completion == "child": subprocess.run(["echo", "hello from child"])
+    if completion == "chatty": print("x" * 1_000_000)
+    if completion == "stdin": return float(len(sys.stdin.read()))
+    if completion == "pid": return os.getpid()
+    if completion == "nap": time.sleep(0.2)
+    if completion == "grandchild":
+        subprocess.Popen(["sleep", "60"])
+        time.sleep(60)
+    return 1.0
+"""
+
+
+@pytest.fixture
+def file(tmp_path) -> str:
+    path = tmp_path / "naughty.py"
+    path.write_text(SOURCE)
+    return str(path)
+
+
+@pytest.fixture
+def config(file) -> RewardsConfig:
+    return RewardsConfig(weights={"naughty": 1.0}, files=[file], processes=2, timeout_seconds=0.5)
+
+
+def alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def wait_until_gone(pids: list[int], seconds: float = 10.0) -> list[int]:
+    until = time.monotonic() + seconds
+    while time.monotonic() < until and any(map(alive, pids)):
+        time.sleep(0.02)
+    return [pid for pid in pids if alive(pid)]
+
+
+def test_order_parts_weights_and_options(file):
+    config = RewardsConfig(
+        weights={"length": 0.5, "row": -2.0}, options={"length": {"scale": 3.0}}, files=[file], processes=3
+    )
+    completions = ["x" * (i * 7 % 50) for i in range(500)]
+    row = {"value": 0.25}
+    with RewardPool(config) as pool:
+        for rows in ([{"value": float(i)} for i in range(500)], [row] * 500):
+            scores = pool.score(completions, rows)
+            assert scores.parts["length"] == [3.0 * len(c) for c in completions]
+            assert scores.parts["row"] == [r["value"] for r in rows]
+            expected = [1.5 * len(c) - 2 * r["value"] for c, r in zip(completions, rows, strict=True)]
+            assert scores.total == pytest.approx(expected)
+            assert scores.failures == []
+            assert 0 < scores.seconds < 30
+    assert row == {"value": 0.25}
+
+
+def test_countdown_and_math_in_one_pool():
+    config = RewardsConfig(weights={"countdown": 1.0, "math": 10.0}, processes=1)
+    row = {"numbers": [3, 4], "target": 7, "answer": "9"}
+    with RewardPool(config) as pool:
+        scores = pool.score(["<answer>3+4</answer>", "\\boxed{9}", "\\boxed{8}"], [row] * 3)
+    assert scores.total == [1.0, 10.0, 0.0]
+
+
+def test_a_power_tower_in_a_box_is_a_timeout():
+    """math-verify computes it, in one call that no signal and no thread can interrupt."""
+    config = RewardsConfig(weights={"math": 1.0}, processes=1, timeout_seconds=1.5)
+    with RewardPool(config) as pool:
+        scores = pool.score(["\\boxed{2^{2^{2^{42}}}}"], [{"answer": "42"}])
+    assert [f.kind for f in scores.failures] == ["timeout"]
+
+
+def test_many_short_completions_take_milliseconds():
+    row = {"numbers": [3, 4, 7], "target": 14}
+    with RewardPool(RewardsConfig(weights={"countdown": 1.0}, processes=1)) as pool:
+        seconds = []
+        for _ in range(5):
+            scores = pool.score(["<answer>3+4+7</answer>"] * 256, [row] * 256)
+            assert scores.total == [1.0] * 256
+            seconds.append(scores.seconds)
+    assert min(seconds) < 0.15
+
+
+def test_an_empty_batch_and_unequal_lengths(config):
+    with RewardPool(config) as pool:
+        scores = pool.score([], [])
+        assert (scores.total, scores.parts, scores.failures) == ([], {"naughty": []}, [])
+        with pytest.raises(ValueError, match="2 completions but 1 rows"):
+            pool.score(["a", "b"], [{}])
+        assert pool.score(["a"], [{}]).total == [1.0]
+
+
+FAILURES = {
+    "raise": ("exception", r"KeyError at .*naughty.py:\d+: 'no such thing'"),
+    "long": ("exception", "ValueError at "),
+    "recurse": ("exception", "RecursionError"),
+    "sys.exit": ("exception", "SystemExit"),
+    "os._exit": ("crash", "exited with code 3"),
+    "segfault": ("crash", r"signal 11 .*(.|\n)*naughty.py"),
+    "killed": ("crash", "signal 9"),
+    "nan": ("not a number", "returned nan"),
+    "inf": ("not a number", "returned inf"),
+    "none": ("not a number", "returned None"),
+    "text": ("not a number", "returned '1.0'"),
+    "sleep": ("timeout", "longer than 0.5 seconds"),
+    "regex": ("timeout", "longer than 0.5 seconds"),
+}
+
+
+def test_every_failure_costs_its_own_grade_and_no_other(config):
+    completions = []
+    for name in FAILURES:
+        completions += ["fine", name, "fine", "fine"]
+    config.weights["length"] = 1.0
+    with RewardPool(config) as pool:
+        scores = pool.score(completions, [{}] * len(completions))
+        again = pool.score(["fine"] * 40, [{}] * 40)
+    assert scores.parts["naughty"] == [0.0 if c in FAILURES else 1.0 for c in completions]
+    assert scores.parts["length"] == [float(len(c)) for c in completions]
+    assert [f.completion for f in scores.failures] == list(FAILURES)
+    for failure in scores.failures:
+        kind, message = FAILURES[failure.completion]
+        assert (failure.kind, failure.reward) == (kind, "naughty"), failure
+        assert re.search(message, failure.message), failure
+        assert completions[failure.index] == failure.completion
+        assert len(failure.message) < 6000
+    assert again.failures == []
+    assert again.parts["naughty"] == [1.0] * 40
+
+
+def test_a_batch_of_only_timeouts_is_bounded(config):
+    config.timeout_seconds = 0.2
+    with RewardPool(config) as pool:
+        scores = pool.score(["sleep"] * 6, [{}] * 6)
+    assert [f.kind for f in scores.failures] == ["timeout"] * 6
+    assert [f.index for f in scores.failures] == list(range(6))
+    # 6 grades of 0.2 seconds on 2 workers, and the start of as many new ones on a busy machine.
+    assert scores.seconds < 10
+
+
+def test_the_time_limit_is_for_one_grade_not_for_a_chunk(config):
+    config.processes = 1
+    with RewardPool(config) as pool:
+        scores = pool.score(["nap"] * 8, [{}] * 8)
+    assert scores.failures == []
+    assert scores.seconds > 8 * 0.2
+
+
+def test_numbers_that_are_not_floats(config):
+    with RewardPool(config) as pool:
+        scores = pool.score(["true", "fraction"], [{}, {}])
+    assert scores.total == [1.0, 0.5]
+    assert scores.failures == []
+
+
+def test_what_a_reward_prints_and_reads_is_not_the_protocol(config, capsys):
+    config.processes = 1
+    config.timeout_seconds = 5.0
+    with RewardPool(config) as pool:
+        scores = pool.score(["print", "child", "chatty", "stdin", "fine"], [{}] * 5)
+        pool.score(["fine"], [{}])
+    assert scores.failures == []
+    assert scores.total == [1.0, 1.0, 1.0, 0.0, 1.0]
+    stderr = capsys.readouterr().err
+    for text in ("hello from print", "hello from write", "hello from child"):
+        assert text in stderr
+
+
+def test_rows_and_completions_of_any_kind_survive(config, file):
+    numpy = pytest.importorskip("numpy")
+    config.weights = {"length": 1.0, "row": 1.0}
+    rows = [{"value": numpy.float32(2.5), "other": {1, 2}, "bytes": b"\xff"}, {"value": 1}]
+    with RewardPool(config) as pool:
+        scores = pool.score(["\ud800\x00\n", "é" * 1_000_000], rows)
+    assert scores.parts == {"length": [3.0, 1e6], "row": [2.5, 1.0]}
+
+
+def test_a_worker_that_dies_between_batches_is_replaced_unblamed(config):
+    config.processes = 1
+    with RewardPool(config) as pool:
+        pid = int(pool.score(["pid"], [{}]).total[0])
+        os.kill(pid, signal.SIGKILL)
+        wait_until_gone([pid])
+        scores = pool.score(["fine"] * 20, [{}] * 20)
+    assert scores.failures == []
+    assert scores.total == [1.0] * 20
+
+
+def test_close_ends_the_workers_and_what_they_started(config):
+    config.processes = 1
+    pool = RewardPool(config)
+    pid = int(pool.score(["pid"], [{}]).total[0])
+    assert alive(pid)
+    pool.close()
+    pool.close()
+    assert not alive(pid)
+    with pytest.raises(RuntimeError, match="closed"):
+        pool.score(["fine"], [{}])
+
+
+def test_a_timeout_ends_what_the_reward_started(config):
+    with RewardPool(config) as pool:
+        before = sleepers()
+        scores = pool.score(["grandchild"], [{}])
+        started = sleepers() - before
+    assert [f.kind for f in scores.failures] == ["timeout"]
+    assert wait_until_gone(list(started)) == []
+
+
+def sleepers() -> set[int]:
+    found = set()
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if entry.read_bytes() == b"sleep\x0060\x00":
+                found.add(int(entry.parent.name))
+        except OSError:
+            continue
+    return found
+
+
+def test_an_interrupted_batch_closes_the_pool(config, monkeypatch):
+    with RewardPool(config) as pool:
+        monkeypatch.setattr(pool, "_hand_out", lambda: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            pool.score(["fine"], [{}])
+        with pytest.raises(RuntimeError, match="closed"):
+            pool.score(["fine"], [{}])
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("import no_such_module_at_all\n", "exited with code 1(.|\n)*ModuleNotFoundError: .*no_such_module_at_all"),
+        ("import os; os._exit(7)\n", "exited with code 7"),
+        ("import time; time.sleep(60)\n", "not ready after 1 seconds"),
+        ("", "registers no reward"),
+    ],
+)
+def test_a_worker_that_cannot_start_is_an_error_with_its_stderr(tmp_path, source, message):
+    file = tmp_path / "broken.py"
+    file.write_text(source)
+    config = RewardsConfig(weights={"countdown": 1.0}, files=[str(file)])
+    timeout = 1.0 if "sleep" in source else 60.0
+    started = time.monotonic()
+    with pytest.raises(RuntimeError, match=message):
+        RewardPool(config, start_timeout_seconds=timeout)
+    assert time.monotonic() - started < 20
+
+
+def test_workers_start_whatever_the_directory_and_do_not_import_the_main_script(tmp_path):
+    script = tmp_path / "heavy.py"
+    script.write_text(
+        "import os, sys\n"
+        "print('main script imported', flush=True)\n"
+        "import rewards\n"
+        "config = rewards.RewardsConfig(weights={'countdown': 1.0}, processes=1)\n"
+        "pool = rewards.RewardPool(config)\n"
+        "scores = pool.score(['<answer>1+2</answer>'], [{'numbers': [1, 2], 'target': 3}])\n"
+        "print(scores.total)\n"
+    )
+    package = Path(rewards.__file__).parent
+    env = dict(os.environ, PYTHONPATH=str(package.parent))
+    # Inside rewards/ a `math.py` lies in the way of the standard library's.
+    for directory in (tmp_path, package):
+        done = subprocess.run(
+            [sys.executable, str(script)], cwd=directory, env=env, capture_output=True, text=True, timeout=60
+        )
+        assert done.stdout == "main script imported\n[1.0]\n", done.stderr
+
+
+PARENT = """
+import sys, rewards
+config = rewards.RewardsConfig(weights={"naughty": 1.0}, files=[sys.argv[1]], processes=3, timeout_seconds=TIMEOUT)
+pool = rewards.RewardPool(config)
+print(*[worker.process.pid for worker in pool._workers], flush=True)
+print(pool.score(sys.argv[2:], [{}] * len(sys.argv[2:])).total, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize(
+    ("busy_with", "timeout"), [([], 60.0), (["sleep"], 60.0), (["grandchild"], 60.0), (["regex"], 1.0)], ids=str
+)
+def test_nothing_outlives_a_parent_that_is_killed(file, busy_with, timeout):
+    """Idle, asleep, with a child of its own, and in C code that never lets another thread run."""
+    before = sleepers()
+    env = dict(os.environ, PYTHONPATH=str(Path(rewards.__file__).parent.parent))
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT.replace("TIMEOUT", str(timeout)), file, *busy_with],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=env,
+        text=True,
+    )
+    with parent:
+        pids = [int(pid) for pid in parent.stdout.readline().split()]
+        assert len(pids) == 3
+        assert all(map(alive, pids))
+        time.sleep(0.5)
+        started = sleepers() - before
+        assert bool(started) == (busy_with == ["grandchild"])
+        parent.kill()
+    assert wait_until_gone(pids + list(started)) == []

@@ -1,0 +1,112 @@
+"""The command line: python -m trainer train | sft | export | plot."""
+
+import argparse
+import logging
+import os
+import sys
+from pathlib import Path
+
+import datasets
+import torch.distributed as dist
+import transformers
+from omegaconf import OmegaConf
+
+from grpo.config import ConfigError, describe, load
+from trainer.checkpoint import export
+from trainer.config import SftConfig, TrainConfig
+from trainer.report import plot
+from trainer.sft import run_sft
+from trainer.tracking import run_folder
+from trainer.trainer import Trainer
+from workers.parallel.mesh import join, pick_device
+from workers.parallel.policy import ModelConfig
+
+SCHEMAS = {"train": TrainConfig, "sft": SftConfig}
+
+
+def settings_help(schema: type) -> str:
+    """Every setting of a command with its type, default and meaning, as --help shows it."""
+    lines = ["settings (key=value on the command line, or in the YAML file):"]
+    for key, kind, default, doc in describe(schema):
+        shown = "null" if default is None else default
+        lines += [f"  {key} ({kind}, default {shown!r})", f"      {doc}"]
+    return "\n".join(lines)
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """The command and its arguments; argparse exits with 2 where they do not fit."""
+    parser = argparse.ArgumentParser(
+        prog="python -m trainer",
+        description="GRPO for language models, in one process or in N: torchrun --nproc-per-node N -m trainer ...",
+        epilog="python -m trainer train --help lists all settings.",
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    abouts = {"train": "reinforcement learning from rewards", "sft": "supervised training on demonstrations"}
+    for name, schema in SCHEMAS.items():
+        command = commands.add_parser(
+            name,
+            help=abouts[name],
+            description=abouts[name],
+            epilog=settings_help(schema),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        command.add_argument("config", nargs="?", help="YAML file of settings")
+        command.add_argument("overrides", nargs="*", metavar="key=value", help="settings that win over the file")
+    command = commands.add_parser("export", help="write a run's checkpoint as a Hugging Face folder")
+    command.add_argument("run", type=Path, help="the run's folder")
+    command.add_argument("out", type=Path, help="the folder to write")
+    command.add_argument("--step", type=int, help="the checkpoint's step; the newest otherwise")
+    command = commands.add_parser("plot", help="draw learning curves")
+    command.add_argument("runs", type=Path, nargs="+", help="the runs' folders, such as one a seed")
+    command.add_argument("--out", type=Path, default=Path("curve.png"), help="the PNG to write")
+    return parser.parse_args(arguments)
+
+
+def train(command: str, config_path: str | None, overrides: list[str]) -> None:
+    """Run `train` or `sft` on the processes that torchrun started, or on this one alone."""
+    if config_path is not None and "=" in config_path:
+        config_path, overrides = None, [config_path, *overrides]
+    config = load(SCHEMAS[command], config_path, overrides)
+    config.check(int(os.environ.get("WORLD_SIZE", 1)))
+    device = pick_device(config.device)
+    join(device, config.timeout_seconds)
+    folder = [run_folder(config.tracking)]
+    dist.broadcast_object_list(folder)  # an unnamed run is named after the controller's clock
+    if command == "sft":
+        run_sft(config, device, folder[0])
+    else:
+        Trainer(config, device, folder[0]).run()
+    dist.destroy_process_group()
+
+
+def model_of(run: Path) -> str:
+    """The model.path that a run started from; raises ConfigError where `run` is not a run's folder."""
+    saved = run / "config.yaml"
+    if not saved.is_file():
+        raise ConfigError(f"{run} is not the folder of a run: there is no {saved}.")
+    return OmegaConf.load(saved).model.path
+
+
+def main() -> None:
+    """Run a command; what the user can mend is printed as one sentence, with exit code 2."""
+    arguments = parse(sys.argv[1:])
+    transformers.utils.logging.disable_progress_bar()
+    datasets.disable_progress_bars()
+    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
+    try:
+        if arguments.command in SCHEMAS:
+            train(arguments.command, arguments.config, arguments.overrides)
+        elif arguments.command == "export":
+            checkpoint = export(arguments.run, arguments.out, ModelConfig(path=model_of(arguments.run)), arguments.step)
+            print(f"{arguments.out} holds the policy of {checkpoint}.")
+        else:
+            plot(arguments.runs, arguments.out)
+            print(f"{arguments.out} shows {len(arguments.runs)} run(s).")
+    except ConfigError as error:
+        if int(os.environ.get("RANK", 0)) == 0:
+            print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

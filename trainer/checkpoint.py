@@ -1,0 +1,106 @@
+"""Owns what a run leaves on disk to go on from: sharded checkpoints, and their export to a Hugging Face folder.
+
+A checkpoint holds the model, the optimizer, the position in schedule and data, and the random states. It is
+written under a temporary name and renamed when it is whole, so that a folder named step-... can be trusted.
+"""
+
+import contextlib
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import transformers
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+from grpo.config import ConfigError
+from workers.actor import ActorWorker
+from workers.parallel.policy import PREFIX, ModelConfig, read_config, read_tokenizer
+
+
+class Checkpoints:
+    """The checkpoints of one run, in its folder `checkpoints`; the newest `keep` stay."""
+
+    def __init__(self, run_folder: Path, keep: int) -> None:
+        self.folder, self.keep = run_folder / "checkpoints", keep
+
+    def newest(self) -> Path | None:
+        """The newest whole checkpoint, or None."""
+        return max(self.folder.glob("step-" + "[0-9]" * 8), default=None)
+
+    def save(self, step: int, actor: ActorWorker, position: dict[str, Any] | None) -> None:
+        """Write the checkpoint of `step`; every rank must take part. `position` is the controller's: the data's."""
+        whole = self.folder / f"step-{step:08d}"
+        part = whole.with_suffix(".partial")
+        if dist.get_rank() == 0:
+            shutil.rmtree(part, ignore_errors=True)
+            part.mkdir(parents=True)
+        dist.barrier()
+        model, optimizer = get_state_dict(actor.policy, actor.optimizer)
+        dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=part)
+        torch.save(_random_states(), part / f"random-{dist.get_rank()}.pt")
+        dist.barrier()
+        if dist.get_rank() == 0:
+            progress = {"step": step, "updates": actor.updates, "version": actor.version, "data": position}
+            (part / "progress.json").write_text(json.dumps(progress))
+            shutil.rmtree(whole, ignore_errors=True)
+            part.rename(whole)
+            for old in sorted(self.folder.glob("step-" + "[0-9]" * 8))[: -self.keep]:
+                shutil.rmtree(old)
+        dist.barrier()
+
+    def load(self, checkpoint: Path, actor: ActorWorker) -> dict[str, Any]:
+        """Bring `actor` to `checkpoint`, whatever layout saved it; returns its `step` and the data's position."""
+        progress = json.loads((checkpoint / "progress.json").read_text())
+        model, optimizer = get_state_dict(actor.policy, actor.optimizer)
+        dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=checkpoint)
+        set_state_dict(actor.policy, actor.optimizer, model_state_dict=model, optim_state_dict=optimizer)
+        actor.updates, actor.version = progress["updates"], progress["version"]
+        states = checkpoint / f"random-{dist.get_rank()}.pt"
+        if states.is_file():
+            _set_random_states(torch.load(states))
+        return progress
+
+
+def export(run_folder: Path, out: Path, model: ModelConfig, step: int | None = None) -> Path:
+    """Write a run's checkpoint (the newest, or that of `step`) to `out` as a Hugging Face folder, in float32.
+
+    `model` names the folder the run started from, for its config and tokenizer. Needs no process group. Returns
+    the checkpoint. Raises ConfigError where there is no such checkpoint.
+    """
+    checkpoints = Checkpoints(run_folder, keep=1)
+    wanted = checkpoints.newest() if step is None else checkpoints.folder / f"step-{step:08d}"
+    if wanted is None or not wanted.is_dir():
+        there = sorted(int(path.name[5:]) for path in checkpoints.folder.glob("step-" + "[0-9]" * 8))
+        raise ConfigError(
+            f"{run_folder} has no checkpoint{'' if step is None else f' of step {step}'}: "
+            + (
+                f"it has those of steps {', '.join(map(str, there))}."
+                if there
+                else "give the folder of a run with one."
+            )
+        )
+    causal_lm = transformers.AutoModelForCausalLM.from_config(read_config(model), dtype=torch.float32)
+    weights = {f"{PREFIX}{name}": tensor for name, tensor in causal_lm.named_parameters()}
+    dcp.load({"model": weights}, checkpoint_id=wanted, no_dist=True)
+    causal_lm.save_pretrained(out)
+    read_tokenizer(model).save_pretrained(out)
+    with contextlib.suppress(OSError):  # a model folder need not have one
+        transformers.GenerationConfig.from_pretrained(model.path).save_pretrained(out)
+    return wanted
+
+
+def _random_states() -> dict[str, torch.Tensor]:
+    states = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def _set_random_states(states: dict[str, torch.Tensor]) -> None:
+    torch.set_rng_state(states["cpu"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])

@@ -1,0 +1,173 @@
+"""The whole tree of settings, gathered from the components that own them, and the checks that span several."""
+
+from dataclasses import dataclass
+
+from rich.table import Table
+
+import rewards
+from grpo.config import ConfigError, option
+from grpo.data import DataConfig
+from grpo.losses import AlgorithmConfig
+from rewards import RewardsConfig
+from trainer.tracking import TrackingConfig
+from workers.actor import ActorConfig
+from workers.parallel.policy import ModelConfig, check_layout, read_config
+from workers.rollout import RolloutConfig
+
+
+@dataclass
+class EvaluationConfig:
+    every: int = option(20, "Steps between evaluations; 0 evaluates before the first and after the last step only.")
+    samples_per_prompt: int = option(1, "Responses sampled to each held-out prompt.")
+    temperature: float | None = option(None, "Sampling temperature; null is that of the rollout, 0 is greedy.")
+    accuracy: str | None = option(None, "The reward whose value 1 counts as correct; null is the first one.")
+
+
+@dataclass
+class CheckpointConfig:
+    every: int = option(50, "Steps between checkpoints; 0 saves after the last step only.")
+    keep: int = option(2, "Newest checkpoints that are kept.")
+    resume: bool = option(False, "Go on from the newest checkpoint of tracking.name where there is one.")
+
+
+@dataclass
+class RunConfig:
+    """What reinforcement and supervised training have in common."""
+
+    steps: int = option(100, "Steps of the run.")
+    seed: int = option(0, "Decides the order of the data and what is sampled.")
+    device: str = option("auto", "auto (CUDA where there is one), cpu or cuda.")
+    timeout_seconds: float = option(600.0, "Longest wait of one process for another before the run ends with an error.")
+    model: ModelConfig = option(ModelConfig, "")
+    data: DataConfig = option(DataConfig, "")
+    actor: ActorConfig = option(ActorConfig, "")
+    checkpoint: CheckpointConfig = option(CheckpointConfig, "")
+    tracking: TrackingConfig = option(TrackingConfig, "")
+
+    def check(self, world: int) -> None:
+        """Raise ConfigError for the first setting that cannot work on `world` processes; loads no weights."""
+        if self.steps < 1:
+            raise ConfigError(f"steps={self.steps} must be at least 1.")
+        if self.timeout_seconds <= 0:
+            raise ConfigError(f"timeout_seconds={self.timeout_seconds} must be above 0.")
+        if self.checkpoint.keep < 1 or self.checkpoint.every < 0:
+            raise ConfigError("checkpoint.keep must be at least 1 and checkpoint.every at least 0.")
+        if self.checkpoint.resume and not self.tracking.name:
+            raise ConfigError("checkpoint.resume needs tracking.name: the name of the run to go on with.")
+        self.actor.check()
+        copies = self.actor.replicate * self.actor.tensor_parallel
+        if world % copies:
+            raise ConfigError(
+                f"{world} process(es) cannot be cut into actor.replicate={self.actor.replicate} x "
+                f"actor.tensor_parallel={self.actor.tensor_parallel}: start a multiple of {copies} processes."
+            )
+        check_layout(read_config(self.model), self.actor.tensor_parallel)
+
+    def check_length(self, tokens: int, made_of: str) -> None:
+        """Raise ConfigError where a sample of `tokens` tokens fits neither a micro-batch nor the model."""
+        budget = self.actor.max_tokens_per_microbatch
+        if tokens > budget:
+            raise ConfigError(
+                f"A sample may have {tokens} tokens ({made_of}), more than "
+                f"actor.max_tokens_per_microbatch={budget}: raise it to at least {tokens}."
+            )
+        longest = read_config(self.model).max_position_embeddings
+        if tokens > longest:
+            raise ConfigError(
+                f"A sample may have {tokens} tokens ({made_of}), more than the {longest} positions of the model: "
+                "lower one of the two."
+            )
+
+
+@dataclass
+class SftConfig(RunConfig):
+    """Settings of `python -m trainer sft`."""
+
+    samples_per_step: int = option(32, "Demonstrations of one step, which is one optimizer update.")
+
+    def check(self, world: int) -> None:
+        super().check(world)
+        parts = world // self.actor.tensor_parallel
+        if self.samples_per_step < parts:
+            raise ConfigError(
+                f"samples_per_step={self.samples_per_step} leaves some of {parts} parts without a sample."
+            )
+
+    def sizes(self, world: int) -> list[tuple[str, int, float]]:
+        """(what, in total, per data-parallel part), for the table printed before the model is loaded."""
+        parts = world // self.actor.tensor_parallel
+        return [("samples of a step", self.samples_per_step, self.samples_per_step / parts)]
+
+
+@dataclass
+class TrainConfig(RunConfig):
+    """Settings of `python -m trainer train`."""
+
+    algorithm: AlgorithmConfig = option(AlgorithmConfig, "")
+    rollout: RolloutConfig = option(RolloutConfig, "")
+    rewards: RewardsConfig = option(RewardsConfig, "")
+    evaluation: EvaluationConfig = option(EvaluationConfig, "")
+
+    def check(self, world: int) -> None:
+        super().check(world)
+        self.algorithm.check()
+        self.rollout.check()
+        try:
+            rewards.validate(self.rewards)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        if self.evaluation.accuracy is not None and self.evaluation.accuracy not in self.rewards.weights:
+            raise ConfigError(
+                f"evaluation.accuracy={self.evaluation.accuracy} is not one of the rewards of rewards.weights: "
+                f"{', '.join(self.rewards.weights)}."
+            )
+        if self.evaluation.samples_per_prompt < 1 or self.evaluation.every < 0:
+            raise ConfigError("evaluation.samples_per_prompt must be at least 1 and evaluation.every at least 0.")
+        update = self.algorithm.samples_per_step // self.algorithm.minibatches_per_step
+        parts = world // self.actor.tensor_parallel
+        if update < parts:
+            raise ConfigError(
+                f"An update has {update} samples (prompts_per_step x samples_per_prompt / minibatches_per_step), "
+                f"fewer than the {parts} data-parallel parts: raise algorithm.prompts_per_step."
+            )
+        if self.algorithm.prompts_per_step < world:
+            raise ConfigError(
+                f"algorithm.prompts_per_step={self.algorithm.prompts_per_step} leaves some of {world} engines without "
+                f"a prompt: use at least {world}."
+            )
+        self.check_length(
+            self.data.max_prompt_tokens + self.rollout.max_response_tokens,
+            f"data.max_prompt_tokens={self.data.max_prompt_tokens} + "
+            f"rollout.max_response_tokens={self.rollout.max_response_tokens}",
+        )
+
+    def sizes(self, world: int) -> list[tuple[str, int, float]]:
+        """(what, in total, per data-parallel part), for the table printed before the model is loaded."""
+        a, parts = self.algorithm, world // self.actor.tensor_parallel
+        update = a.samples_per_step // a.minibatches_per_step
+        totals = [
+            ("prompts of a step", a.prompts_per_step),
+            ("samples of a step", a.samples_per_step),
+            ("samples of an update", update),
+            ("updates of a step", a.minibatches_per_step * a.epochs_per_step),
+        ]
+        return [(what, n, n if what.startswith("updates") else n / parts) for what, n in totals]
+
+    @property
+    def total_updates(self) -> int:
+        return self.steps * self.algorithm.minibatches_per_step * self.algorithm.epochs_per_step
+
+
+def sizes_table(config: SftConfig | TrainConfig, world: int) -> Table:
+    """How many of what a step has, in all and for each data-parallel part."""
+    tensor, replicate = config.actor.tensor_parallel, config.actor.replicate
+    shards = world // (tensor * replicate)
+    layout = f"{world} process(es) = {replicate} replica(s) x {shards} shard(s) x {tensor} tensor-parallel"
+    table = Table(title=layout, title_justify="left", box=None, pad_edge=False)
+    table.add_column("")
+    table.add_column("in total", justify="right")
+    table.add_column("per part", justify="right")
+    for what, total, part in config.sizes(world):
+        table.add_row(what, str(total), f"{part:g}")
+    table.add_row("most tokens of a micro-batch", "", str(config.actor.max_tokens_per_microbatch))
+    return table

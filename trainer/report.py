@@ -1,0 +1,141 @@
+"""What a run came to, read back from its folder: the closing table on the terminal and the learning-curve picture."""
+
+import math
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+
+from rich import box
+from rich.table import Table
+
+from grpo.config import ConfigError
+from trainer.tracking import read_rows
+
+
+def read_metrics(run_folder: Path) -> list[dict]:
+    """The rows of a run's metrics.jsonl by ascending step, null read as NaN; a half-written last line is left out.
+
+    Raises ConfigError where there is no row.
+    """
+    path = Path(run_folder) / "metrics.jsonl"
+    rows = read_rows(path) if path.is_file() else []
+    if not rows:
+        raise ConfigError(f"{path} holds no metrics: give the folder of a run that has finished a step.")
+    return [{key: math.nan if value is None else value for key, value in row.items()} for row in rows]
+
+
+def closing_table(rows: Sequence[dict], run_folder: Path | None = None, seconds: float | None = None) -> Table:
+    """A row for each evaluation, with the first, the best and the last one marked; at most 100 columns wide.
+
+    Where nothing was evaluated, the first and the last step are shown. `run_folder` and `seconds`, the run's
+    total time, go below the table.
+    """
+    evaluated = [row for row in rows if "eval/accuracy" in row]
+    shown = evaluated or [*rows[:1], *rows[1:][-1:]]
+    scored = [row for row in evaluated if math.isfinite(row["eval/accuracy"])]
+    best = max(scored, key=lambda row: row["eval/accuracy"], default=None)
+
+    table = Table(title="Evaluations" if evaluated else "No evaluation ran", box=box.SIMPLE_HEAD, width=None)
+    for heading in ("step", "accuracy", "change", "response length", "reward"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    for row in shown:
+        marks = ["before training" if row["step"] == 0 else "first"] if row is shown[0] else []
+        marks += ["best"] if row is best else []
+        marks += ["last"] if row is shown[-1] and len(shown) > 1 else []
+        length = row.get("eval/response_length/mean", row.get("response_length/mean"))
+        change = row.get("eval/accuracy", math.nan) - shown[0].get("eval/accuracy", math.nan)
+        table.add_row(
+            str(row["step"]),
+            _cell(row.get("eval/accuracy"), ".3f"),
+            "" if row is shown[0] else _cell(change, "+.3f"),
+            _cell(length, ".1f"),
+            _cell(row.get("reward/mean"), ".3f"),
+            ", ".join(marks),
+            style="bold" if marks else "dim",
+        )
+    below = [] if run_folder is None else [f"record: {run_folder}"]
+    below += [] if seconds is None else [f"total time: {timedelta(seconds=int(seconds))}"]
+    table.caption, table.caption_justify = "\n".join(below) or None, "left"
+    return table
+
+
+def plot(run_folders: Sequence[Path], out: Path) -> None:
+    """Draw held-out accuracy and response length over training steps to `out` (.png, .svg or .pdf).
+
+    Several runs, such as seeds, share the picture: a thin line each, and a bold mean over the steps at which all
+    of them were evaluated. Raises ConfigError for a run without evaluations and for another suffix.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError("The plot needs matplotlib: pip install matplotlib.") from error
+
+    out = Path(out)
+    if out.suffix.lower() not in (".png", ".svg", ".pdf"):
+        raise ConfigError(f"Cannot draw to {out}: give a name that ends in .png, .svg or .pdf.")
+    if not run_folders:
+        raise ConfigError("There is no run to plot: give one or more run folders.")
+    runs = [read_metrics(folder) for folder in run_folders]
+    panels = (
+        ("eval/accuracy", 100.0, "Held-out accuracy", "% of answers right", "#1f5fbf"),
+        ("eval/response_length/mean", 1.0, "Held-out response length", "tokens, mean", "#b8500f"),
+    )
+    # A white ground of its own, so that dark pages show it too.
+    figure = Figure(figsize=(9.0, 3.4), dpi=120, layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    for axes, (key, scale, title, unit, colour) in zip(figure.subplots(1, 2), panels, strict=True):
+        curves = [_curve(run, key, scale, folder) for run, folder in zip(runs, run_folders, strict=True)]
+        shared, mean = _mean_curve(curves)
+        if len(curves) > 1:
+            for number, curve in enumerate(curves):
+                label = f"{len(curves)} runs" if number == 0 else None
+                axes.plot(list(curve), list(curve.values()), color=colour, alpha=0.35, lw=1, label=label)
+        if shared:
+            label = "mean" if len(curves) > 1 else None
+            axes.plot(shared, mean, color=colour, lw=2.5, marker="o", ms=3.5, label=label)
+            # Beside the ends, where no curve runs through them.
+            for index, offset, side in ((0, -7, "right"), (-1, 7, "left")):
+                axes.annotate(
+                    f"{mean[index]:.0f}" if mean[index] >= 10 else f"{mean[index]:.1f}",
+                    (shared[index], mean[index]),
+                    xytext=(offset, 0),
+                    textcoords="offset points",
+                    ha=side,
+                    va="center",
+                    color=colour,
+                    weight="bold",
+                )
+        axes.set_title(title, loc="left", weight="bold")
+        axes.set_xlabel("training step")
+        axes.set_ylabel(unit)
+        axes.margins(x=0.12, y=0.1)
+        axes.set_ylim(bottom=0)
+        axes.grid(axis="y", color="#dddddd", lw=0.8)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+        if len(curves) > 1:
+            axes.legend(frameon=False, loc="best")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(out)
+    except OSError as error:
+        raise ConfigError(f"Cannot write {out} ({error.strerror}): choose another place for it.") from error
+
+
+def _curve(rows: Sequence[dict], key: str, scale: float, folder: Path) -> dict[int, float]:
+    curve = {row["step"]: row[key] * scale for row in rows if math.isfinite(row.get(key, math.nan))}
+    if not curve:
+        raise ConfigError(f"{folder} has no {key} in its metrics.jsonl: plot a run that was evaluated.")
+    return curve
+
+
+def _mean_curve(curves: Sequence[dict[int, float]]) -> tuple[list[int], list[float]]:
+    """The steps that all curves have, and the mean there: a mean over fewer runs would jump where one ends."""
+    shared = sorted(set.intersection(*(set(curve) for curve in curves)))
+    return shared, [sum(curve[step] for curve in curves) / len(curves) for step in shared]
+
+
+def _cell(value: float | None, form: str) -> str:
+    return "-" if value is None or not math.isfinite(value) else format(value, form)

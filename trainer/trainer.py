@@ -1,0 +1,270 @@
+"""The loop: rollout, rewards, advantages, log-probabilities, update, sync, evaluation, tracking.
+
+Every process runs these lines. On the controller (rank 0) `batch` is the global TensorDict, elsewhere it is None;
+worker methods split it over the ranks and collect what they return (workers/dispatch.py).
+"""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from tensordict import TensorDict
+
+import rewards
+from grpo.advantages import compute_advantages
+from grpo.batch import examples_of, jagged, lengths_of, make_batch
+from grpo.config import ConfigError, to_yaml
+from grpo.data import Prompt, Prompts, PromptStream, load_prompts
+from rewards import RewardPool
+from trainer.checkpoint import Checkpoints
+from trainer.config import TrainConfig, sizes_table
+from trainer.report import closing_table, read_metrics
+from trainer.tracking import Stopwatch, Tracker
+from workers.actor import ActorWorker
+from workers.engines.torch_engine import TorchEngine
+from workers.parallel.mesh import make_layout
+from workers.parallel.policy import ModelConfig, read_tokenizer
+from workers.ref import RefWorker
+from workers.rollout import RolloutWorker
+from workers.sharding import ShardingManager
+
+
+class Trainer:
+    """GRPO from a config to a trained policy. The process group must have been joined."""
+
+    def __init__(self, config: TrainConfig, device: torch.device, run_folder: Path) -> None:
+        self.config, self.run_folder = config, run_folder
+        self.controls = dist.get_rank() == 0
+        self.stack = ExitStack()
+        self.step = 0
+        self.checkpoints = Checkpoints(run_folder, config.checkpoint.keep)
+        resumed = self.checkpoints.newest() if config.checkpoint.resume else None
+        if self.controls:
+            self._open_controller()
+        world = dist.get_world_size()
+        layout = make_layout(device, config.actor.replicate, config.actor.tensor_parallel)
+        temperature = config.rollout.temperature
+        self.actor = ActorWorker(
+            config.model, config.actor, config.algorithm, layout, temperature, config.total_updates
+        )
+        self.ref = None
+        if config.algorithm.kl_coefficient:
+            self.ref = RefWorker(config.model, config.actor.max_tokens_per_microbatch, layout, temperature)
+        # Every process serves its own share of the prompts, also where several share the trained matrices.
+        everyone = layout if world == layout.parts else make_layout(device, 1, 1)
+        engine = TorchEngine(config.model, device)
+        self.stack.callback(engine.shutdown)
+        self.rollout = RolloutWorker(config.rollout, engine, everyone, stop_tokens(config.model), config.seed)
+        self.sharding = ShardingManager(self.actor, self.rollout)
+        if resumed is not None:
+            progress = self.checkpoints.load(resumed, self.actor)
+            self.step = progress["step"]
+            if self.controls:
+                self.stream.load_state_dict(progress["data"])
+        self.watch = Stopwatch(device.type == "cuda")
+        self.tracker = None
+        if self.controls:
+            self.tracker = Tracker(config.tracking, run_folder, config.steps, asdict(config), self.step)
+            self.stack.enter_context(self.tracker)
+            self.watch = Stopwatch(device.type == "cuda", self.tracker.phase)
+            (run_folder / "config.yaml").write_text(to_yaml(config))
+            self.tracker.say(sizes_table(config, world))
+            if resumed is not None:
+                self.tracker.say(f"Going on after step {self.step} from {resumed}.")
+
+    def _open_controller(self) -> None:
+        """What only the controller holds: the data, the tokenizer, the reward pool. Nothing here loads weights."""
+        config = self.config
+        self.tokenizer = read_tokenizer(config.model)
+        prompts = load_prompts(config.data, self.tokenizer, "train")
+        check_reward_columns(config, prompts)
+        self.stream = PromptStream(prompts, config.algorithm.prompts_per_step, config.seed, config.data.shuffle)
+        self.held_out: Prompts | list[Prompt] = []
+        if config.data.eval is not None:
+            self.held_out = load_prompts(config.data, self.tokenizer, "eval")
+            check_reward_columns(config, self.held_out)
+            if len(self.held_out) < dist.get_world_size():
+                raise ConfigError(f"data.eval has {len(self.held_out)} rows, fewer than there are processes.")
+        self.pool = self.stack.enter_context(RewardPool(config.rewards))
+
+    def run(self) -> None:
+        """Train to the last step."""
+        with self.stack:
+            if self.step == 0:
+                self.log(self.evaluate())
+            while self.step < self.config.steps:
+                self.step += 1
+                with self.watch("step"):
+                    metrics = self.learn()
+                if self.is_due(self.config.evaluation.every):
+                    metrics |= self.evaluate()
+                if self.is_due(self.config.checkpoint.every):
+                    with self.watch("checkpoint"):
+                        position = self.stream.state_dict() if self.controls else None
+                        self.checkpoints.save(self.step, self.actor, position)
+                self.log(metrics)
+            if self.tracker is not None:
+                self.tracker.close()
+                table = closing_table(read_metrics(self.run_folder), self.run_folder, self.tracker.elapsed)
+                self.tracker.say(table)
+
+    def learn(self) -> dict[str, float]:
+        """One step: sample, grade, compare, update."""
+        config = self.config.algorithm
+        prompts = self.next_prompts()
+        with self.sharding.serving(), self.watch("rollout"):
+            batch = self.rollout.generate(prompts, config.samples_per_prompt)
+        self.sharding.expect_current(batch)
+        with self.watch("rewards"):
+            metrics = self.grade(batch, prompts, config.samples_per_prompt)
+        batch = compute_advantages(batch, config.scale_by_std)
+        if self.ref is not None:
+            with self.watch("ref"):
+                attach(batch, self.ref.compute_logprobs(batch))
+        if not config.on_policy:
+            with self.watch("old_logprobs"):
+                attach(batch, self.actor.compute_logprobs(batch))
+        with self.watch("update"):
+            metrics |= self.actor.update(batch)
+        metrics["time/sync"] = self.sharding.seconds
+        metrics["sync/bytes"] = self.sharding.bytes
+        return metrics
+
+    def evaluate(self) -> dict[str, float]:
+        """Accuracy and length on the held-out prompts, as metrics under eval/; empty where there are none."""
+        if self.config.data.eval is None:
+            return {}
+        config = self.config.evaluation
+        with self.watch("evaluation"):
+            prompts = self.make_prompts(self.held_out)
+            with self.sharding.serving():
+                batch = self.rollout.generate(prompts, config.samples_per_prompt, config.temperature)
+            self.sharding.expect_current(batch)
+            metrics = self.grade(batch, prompts, config.samples_per_prompt)
+        if batch is None:
+            return {}
+        accuracy = config.accuracy or next(iter(self.config.rewards.weights))
+        metrics["accuracy"] = float((batch[f"rewards/{accuracy}"] >= 1 - 1e-6).float().mean())
+        return {f"eval/{name}": value for name, value in metrics.items()}
+
+    def next_prompts(self) -> TensorDict | None:
+        """The prompts of the next step, on the controller."""
+        return self.make_prompts(self.stream.next() if self.controls else [])
+
+    def make_prompts(self, prompts: Sequence[Prompt]) -> TensorDict | None:
+        """A batch with tokens [P, *], group [P] and example [P], on the controller."""
+        if not self.controls:
+            return None
+        prompts = list(prompts)
+        tokens = jagged([torch.tensor(prompt.tokens) for prompt in prompts])
+        rows = [{**prompt.row, "prompt_text": prompt.text} for prompt in prompts]
+        return make_batch({"tokens": tokens, "group": torch.arange(len(prompts))}, rows)
+
+    def grade(self, batch: TensorDict | None, prompts: TensorDict | None, samples: int) -> dict[str, float]:
+        """Add group, example, rewards and its parts to the batch; returns what the samples look like as metrics."""
+        if batch is None:
+            return {}
+        batch["group"] = prompts["group"].repeat_interleave(samples)
+        examples = [row for row in examples_of(prompts) for _ in range(samples)]
+        texts = self.response_texts(batch)
+        scores = self.pool.score(texts, examples)
+        batch["rewards"] = torch.tensor(scores.total, dtype=torch.float32)
+        for name, part in scores.parts.items():
+            batch[f"rewards/{name}"] = torch.tensor(part, dtype=torch.float32)
+        for failure in scores.failures[:3]:
+            shown = f"{failure.reward}: {failure.kind}: {failure.message}"
+            self.tracker.say(
+                f"A completion could not be graded and counts as 0 ({shown}): {failure.completion[:200]!r}"
+            )
+        if self.tracker.wants_samples(self.step) and samples == self.config.algorithm.samples_per_prompt:
+            self.tracker.samples(self.step, sample_rows(batch, texts, examples))
+        return {**batch_metrics(batch), "reward/failed": len(scores.failures), "time/rewards_pool": scores.seconds}
+
+    def response_texts(self, batch: TensorDict) -> list[str]:
+        """What the policy wrote in each sample, as text, without the stop token it ended with."""
+        stop = set(self.rollout.stop)
+        ids = []
+        for tokens, mask in zip(batch["tokens"].unbind(), batch["response_mask"].unbind(), strict=True):
+            response = tokens[mask].tolist()
+            ids.append(response[:-1] if response and response[-1] in stop else response)
+        return self.tokenizer.batch_decode(ids)
+
+    def is_due(self, every: int) -> bool:
+        return self.step == self.config.steps or (every > 0 and self.step % every == 0)
+
+    def log(self, metrics: dict[str, float]) -> None:
+        if self.tracker is None:
+            self.watch.metrics()
+            return
+        times = self.watch.metrics()
+        if "time/step" in times and "tokens/total" in metrics:
+            rate = metrics["tokens/total"] / times["time/step"] / dist.get_world_size()
+            metrics["throughput/tokens_per_second_per_gpu"] = rate
+        if metrics:
+            self.tracker.log(self.step, {**metrics, **times})
+
+
+def attach(batch: TensorDict | None, fields: TensorDict | None) -> None:
+    """Add computed fields to the controller's batch; nothing elsewhere."""
+    if batch is not None:
+        batch.update(fields)
+
+
+def batch_metrics(batch: TensorDict) -> dict[str, float]:
+    """What a graded batch looks like: rewards, their parts, groups without signal, lengths."""
+    total = batch["rewards"]
+    lengths = torch.tensor([int(mask.sum()) for mask in batch["response_mask"].unbind()], dtype=torch.float32)
+    _, group = batch["group"].unique(return_inverse=True)
+    count = int(group.max()) + 1
+    highest = torch.full((count,), -torch.inf).scatter_reduce_(0, group, total, "amax")
+    lowest = torch.full((count,), torch.inf).scatter_reduce_(0, group, total, "amin")
+    metrics = {
+        "reward/mean": total.mean(),
+        "reward/std": total.std(),
+        "groups/no_signal": (highest == lowest).float().mean(),
+        "response_length/mean": lengths.mean(),
+        "response_length/max": lengths.max(),
+        "response_length/truncated": batch["truncated"].float().mean(),
+        "tokens/total": sum(lengths_of(batch["tokens"])),
+    }
+    parts = {name: field for name, field in batch.items() if name.startswith("rewards/")}
+    metrics |= {f"reward/{name.removeprefix('rewards/')}/mean": field.mean() for name, field in parts.items()}
+    return {name: float(value) for name, value in metrics.items()}
+
+
+def sample_rows(batch: TensorDict, texts: list[str], examples: list[dict]) -> list[dict[str, Any]]:
+    """The samples of a batch as rows to keep: prompt, response, reward and its parts, and the dataset row."""
+    parts = [name for name in batch.keys() if name.startswith("rewards/")]  # noqa: SIM118 - not a dict
+    rows = []
+    for i, (text, example) in enumerate(zip(texts, examples, strict=True)):
+        row = {"prompt": example["prompt_text"], "response": text, "reward": float(batch["rewards"][i])}
+        row |= {name: float(batch[name][i]) for name in parts}
+        row["finish_reason"] = "length" if batch["truncated"][i] else "stop"
+        rows.append({**row, "example": {k: v for k, v in example.items() if k != "prompt_text"}})
+    return rows
+
+
+def check_reward_columns(config: TrainConfig, prompts: Prompts) -> None:
+    """Raise ConfigError where a reward needs a column that the data does not have."""
+    columns = list(prompts[0].row)
+    for name, missing in rewards.missing_columns(config.rewards, columns).items():
+        raise ConfigError(
+            f"Reward {name!r} needs the column {missing[0]!r}, which the data does not have: its columns are "
+            f"{', '.join(columns)}."
+        )
+
+
+def stop_tokens(model: ModelConfig) -> tuple[int, ...]:
+    """The ids that end a response: the tokenizer's end of sequence and those of the model's generation config."""
+    ids = {read_tokenizer(model).eos_token_id}
+    try:
+        more = transformers.GenerationConfig.from_pretrained(model.path).eos_token_id
+    except OSError:
+        more = None
+    ids |= set(more if isinstance(more, list) else [] if more is None else [more])
+    return tuple(sorted(ids))

@@ -1,0 +1,238 @@
+"""The ActorWorker: holds the trained policy and its optimizer, computes log-probabilities, takes update steps."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from tensordict import TensorDict
+
+from grpo.batch import jagged, lengths_of, make_batch, select
+from grpo.config import ConfigError, choose, option
+from grpo.losses import AlgorithmConfig, grpo_loss, imitation_loss
+from grpo.packing import pack
+from workers.dispatch import Worker, dispatched
+from workers.parallel.mesh import Layout
+from workers.parallel.policy import ModelConfig, Policy, load_policy
+
+SCHEDULES = ("constant", "linear", "cosine")
+
+
+@dataclass
+class ActorConfig:
+    tensor_parallel: int = option(1, "Processes that share every layer's matrices.")
+    replicate: int = option(1, "Copies of the sharded model (hybrid sharding); 1 shards over all processes.")
+    max_tokens_per_microbatch: int = option(16384, "Most tokens in one forward and backward pass of one process.")
+    learning_rate: float = option(1e-6, "Highest learning rate of AdamW.")
+    betas: list[float] = option([0.9, 0.95], "AdamW's decay rates of the mean and the squared mean.")
+    weight_decay: float = option(0.0, "AdamW's weight decay.")
+    warmup_updates: int = option(0, "Optimizer updates over which the learning rate rises from 0.")
+    schedule: str = option("constant", "Learning rate after the warm-up: constant, linear or cosine.")
+    final_learning_rate: float = option(0.0, "Where the linear and cosine schedules end, as a share of the highest.")
+    max_grad_norm: float = option(1.0, "Longest gradient; a longer one is scaled down to it.")
+
+    def check(self) -> None:
+        """Raise ConfigError for the first value that cannot work."""
+        choose(self.schedule, SCHEDULES, "actor.schedule")
+        for name in ("tensor_parallel", "replicate", "max_tokens_per_microbatch", "learning_rate", "max_grad_norm"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"actor.{name}={getattr(self, name)} must be above 0.")
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ConfigError(f"actor.betas={self.betas} must be two numbers of at least 0 and below 1.")
+
+
+@dataclass
+class MicroBatch:
+    """Samples side by side without padding, on the device: every field is [T]."""
+
+    rows: list[int]
+    lengths: list[int]
+    fields: dict[str, torch.Tensor]
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self.fields[name]
+
+    def get(self, name: str) -> torch.Tensor | None:
+        return self.fields.get(name)
+
+
+def microbatches(batch: TensorDict, max_tokens: int, layout: Layout) -> Iterator[MicroBatch]:
+    """Cut this part's rows into packed micro-batches, as many on every part of `layout`.
+
+    FSDP's collectives need every rank to make the same number of passes. A rank with fewer samples than passes
+    repeats its first one with an empty mask, which adds nothing to any sum.
+    """
+    lengths = lengths_of(batch["tokens"])
+    plan = pack(lengths, max_tokens)
+    count = torch.tensor(len(plan))
+    dist.all_reduce(count, op=dist.ReduceOp.MAX, group=layout.data_group)
+    if count > len(plan):
+        plan = pack(lengths, max_tokens, at_least=int(count))
+    columns = {name: field.unbind() for name, field in batch.items() if field.is_nested}
+    for rows in plan:
+        used = rows or [0]
+        fields = {name: torch.cat([column[row] for row in used]).to(layout.device) for name, column in columns.items()}
+        if not rows:
+            fields["response_mask"] = torch.zeros_like(fields["response_mask"])
+        yield MicroBatch(rows, [lengths[row] for row in used], fields)
+
+
+def learning_rate(config: ActorConfig, update: int, total_updates: int) -> float:
+    """The learning rate of update 0, 1, ...: a linear warm-up, then the schedule down to its end at the last one."""
+    if update < config.warmup_updates:
+        return config.learning_rate * (update + 1) / (config.warmup_updates + 1)
+    if config.schedule == "constant":
+        return config.learning_rate
+    progress = min(1.0, (update - config.warmup_updates) / max(1, total_updates - config.warmup_updates))
+    if config.schedule == "cosine":
+        progress = 0.5 - 0.5 * float(torch.cos(torch.tensor(torch.pi * progress, dtype=torch.double)))
+    return config.learning_rate * (1 - (1 - config.final_learning_rate) * progress)
+
+
+class ActorWorker(Worker):
+    """The policy in training. `version` counts the steps whose samples it has learned from."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        config: ActorConfig,
+        algorithm: AlgorithmConfig,
+        layout: Layout,
+        temperature: float,
+        total_updates: int,
+    ) -> None:
+        super().__init__(layout)
+        self.config, self.algorithm, self.temperature = config, algorithm, temperature
+        self.total_updates = total_updates
+        self.policy = load_policy(model, layout)
+        self.parameters = list(self.policy.parameters())
+        self.optimizer = torch.optim.AdamW(
+            self.parameters,
+            lr=config.learning_rate,
+            betas=tuple(config.betas),
+            weight_decay=config.weight_decay,
+            fused=True,
+        )
+        self.updates = 0
+        self.version = 0
+
+    @dispatched("tokens", "response_mask")
+    def compute_logprobs(self, batch: TensorDict, name: str = "old_logprobs") -> TensorDict:
+        """The policy's own log-probabilities of the sampled tokens, as a batch with the one field `name` [B, *]."""
+        return compute_logprobs(self.policy, batch, name, self.config.max_tokens_per_microbatch, self.temperature)
+
+    def update(self, batch: TensorDict | None) -> dict[str, float]:
+        """Learn from one step's samples: epochs_per_step passes in minibatches_per_step optimizer updates each.
+
+        The minibatches are whole groups, in an order that depends on the version alone, so that they are the same
+        on every layout and after a resume. Returns the means over the updates (maxima for metrics named max).
+        """
+        collected: dict[str, list[float]] = {}
+        for epoch in range(self.algorithm.epochs_per_step):
+            for minibatch in self._minibatches(batch, epoch):
+                for name, value in self.update_minibatch(minibatch).items():
+                    collected.setdefault(name, []).append(value)
+        self.version += 1
+        return {n: max(v) if n.endswith("max") else sum(v) / len(v) for n, v in collected.items()}
+
+    def _minibatches(self, batch: TensorDict | None, epoch: int) -> Iterator[TensorDict | None]:
+        count = self.algorithm.minibatches_per_step
+        if batch is None or count == 1:
+            yield from [batch] * count
+            return
+        groups = batch["group"].unique()
+        generator = torch.Generator().manual_seed(self.version * 1000 + epoch)
+        shuffled = groups[torch.randperm(len(groups), generator=generator)]
+        for chunk in shuffled.chunk(count):
+            yield select(batch, torch.isin(batch["group"], chunk).nonzero()[:, 0].tolist())
+
+    @dispatched("tokens", "response_mask", "advantages", "rollout_logprobs", "old_logprobs", "ref_logprobs")
+    def update_minibatch(self, batch: TensorDict) -> dict[str, float]:
+        """One optimizer update with the GRPO loss of a minibatch; its metrics, the same on every rank."""
+
+        def loss(micro: MicroBatch, logprobs: torch.Tensor, entropy: torch.Tensor):
+            mask, old = micro["response_mask"], micro.get("old_logprobs")
+            total, sums = grpo_loss(
+                logprobs, entropy, mask, micro["advantages"], old, micro.get("ref_logprobs"), self.algorithm
+            )
+            gap = ((logprobs.detach() if old is None else old) - micro["rollout_logprobs"])[mask].abs()
+            sums["rollout/logprob_gap"] = gap.sum()
+            sums["rollout/logprob_gap_max"] = gap.max() if len(gap) else gap.new_zeros(())
+            return total, sums
+
+        return self._step(batch, loss)
+
+    @dispatched("tokens", "response_mask")
+    def imitate(self, batch: TensorDict) -> dict[str, float]:
+        """One optimizer update towards the masked tokens of a batch (supervised training); its metrics."""
+        return self._step(batch, lambda micro, logp, entropy: (imitation_loss(logp, micro["response_mask"]), {}))
+
+    def _step(self, batch: TensorDict, loss: Callable) -> dict[str, float]:
+        tokens = batch["response_mask"].values().sum().double()
+        dist.all_reduce(tokens, group=self.layout.data_group)
+        if not tokens:
+            raise ValueError("The minibatch has no response tokens: nothing can be learned from it.")
+        sums: dict[str, torch.Tensor] = {}
+        micros = list(microbatches(batch, self.config.max_tokens_per_microbatch, self.layout))
+        for i, micro in enumerate(micros):
+            self.policy.set_requires_gradient_sync(i == len(micros) - 1)
+            logprobs, entropy = self.policy(micro["tokens"], micro.lengths, micro["response_mask"], self.temperature)
+            total, parts = loss(micro, logprobs, entropy)
+            # FSDP averages gradients over the parts; the denominator is global, so their sum is wanted.
+            (total * (self.layout.parts / float(tokens))).backward()
+            for name, value in {**parts, "loss": total.detach()}.items():
+                merge = torch.maximum if name.endswith("max") else torch.add
+                sums[name] = merge(sums[name], value) if name in sums else value
+        norm = clip_gradients(self.parameters, self.config.max_grad_norm, self.layout)
+        rate = learning_rate(self.config, self.updates, self.total_updates)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.updates += 1
+        metrics = self._reduce(sums, float(tokens))
+        return {**metrics, "grad_norm": float(norm), "learning_rate": rate, "tokens/response": float(tokens)}
+
+    def _reduce(self, sums: dict[str, torch.Tensor], tokens: float) -> dict[str, float]:
+        metrics = {}
+        for names, op in (
+            ([n for n in sums if not n.endswith("max")], dist.ReduceOp.SUM),
+            ([n for n in sums if n.endswith("max")], dist.ReduceOp.MAX),
+        ):
+            if names:
+                values = torch.stack([sums[name].double() for name in names])
+                dist.all_reduce(values, op=op, group=self.layout.data_group)
+                divisor = tokens if op == dist.ReduceOp.SUM else 1.0
+                metrics |= dict(zip(names, (values / divisor).tolist(), strict=True))
+        return metrics
+
+
+def compute_logprobs(policy: Policy, batch: TensorDict, name: str, max_tokens: int, temperature: float) -> TensorDict:
+    """Log-probabilities of the masked tokens of this part's rows under `policy`, as the one field `name` [B, *]."""
+    rows: dict[int, torch.Tensor] = {}
+    with torch.no_grad():
+        for micro in microbatches(batch, max_tokens, policy.layout):
+            logprobs, _ = policy(micro["tokens"], micro.lengths, micro["response_mask"], temperature)
+            pieces = logprobs.cpu().split(micro.lengths)
+            rows.update(zip(micro.rows, pieces, strict=False))
+    return make_batch({name: jagged([rows[i] for i in range(len(batch))])})
+
+
+def clip_gradients(parameters: list[torch.nn.Parameter], longest: float, layout: Layout) -> torch.Tensor:
+    """Scale the gradients down to the norm `longest` where they are longer; returns their norm before, a scalar.
+
+    It is the norm of the whole gradient on every layout: what is replicated over the tensor mesh counts once.
+    """
+    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    locals_ = [grad.to_local() for grad in grads]
+    squares = torch.stack(torch._foreach_norm(locals_)).double().square()
+    on_tensor_mesh = layout.slices > 1
+    copies = [
+        layout.replicas * (layout.slices if on_tensor_mesh and grad.placements[-1].is_replicate() else 1)
+        for grad in grads
+    ]
+    total = (squares / torch.tensor(copies, device=squares.device)).sum()
+    dist.all_reduce(total)
+    norm = total.sqrt()
+    torch._foreach_mul_(locals_, (longest / (norm + 1e-6)).clamp(max=1.0).to(locals_[0].dtype))
+    return norm

@@ -1,0 +1,143 @@
+"""How a batch gets from the controller to the workers and back: split, repeat, run, collect.
+
+Every process runs the same loop. On the controller (rank 0) a batch is the global TensorDict, elsewhere it is
+None. A `Worker` method marked `@dispatched` splits the rows of the batch over the data-parallel parts, hands the
+same rows to every tensor-parallel peer, runs, and puts the results back together in the order of the rows.
+Tensors travel as raw bytes over gloo; only their names, types and sizes are pickled.
+"""
+
+import functools
+import pickle
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tensordict import TensorDict
+
+from grpo.batch import concatenate, lengths_of, make_batch, select
+from grpo.packing import balance
+from workers.parallel.mesh import Layout
+
+CONTROLLER = 0
+
+
+class WorkerGroup:
+    """All processes that play one role: which part of a batch each works on, and how rows travel between them."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self.rank = dist.get_rank()
+        mine = (layout.part, layout.leads)
+        self.places: list[tuple[int, bool]] = [mine] * dist.get_world_size()
+        if dist.get_world_size() > 1:
+            dist.all_gather_object(self.places, mine)
+
+    def scatter(self, batch: TensorDict | None, fields: Sequence[str], what: str) -> tuple[TensorDict, list[list[int]]]:
+        """This rank's rows of the controller's batch, and (on the controller) which rows each part got.
+
+        Rows are balanced by their tokens. Raises RuntimeError naming `what` where the controller does not send
+        within the process group's timeout.
+        """
+        plan: list[list[int]] = []
+        if self.rank == CONTROLLER:
+            batch = TensorDict({name: batch[name] for name in fields if name in batch}, batch_size=batch.batch_size)
+            plan = balance(lengths_of(batch["tokens"]), self.layout.parts)
+            if self.layout.parts == 1 and len(self.places) == 1:
+                return batch, plan
+            shards = [select(batch, rows) for rows in plan]
+            for rank, (part, _) in enumerate(self.places):
+                if rank != CONTROLLER:
+                    _send(shards[part], rank)
+            return shards[self.places[CONTROLLER][0]], plan
+        try:
+            return _receive(CONTROLLER), plan
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"Rank {self.rank} waited for its rows of {what} from the controller: {error}"
+            ) from error
+
+    def collect(self, result: TensorDict, plan: list[list[int]], what: str) -> TensorDict | None:
+        """On the controller the results of all parts in the order of the batch's rows, elsewhere None.
+
+        A part may return k rows for each row it was given: row i becomes rows i * k to i * k + k - 1.
+        """
+        if self.rank != CONTROLLER:
+            if self.layout.leads:
+                _send(result, CONTROLLER)
+            return None
+        if self.layout.parts == 1:
+            return result
+        results = [result] * self.layout.parts
+        for rank, (part, leads) in enumerate(self.places):
+            if leads and rank != CONTROLLER:
+                try:
+                    results[part] = _receive(rank)
+                except RuntimeError as error:
+                    raise RuntimeError(f"The controller waited for rank {rank} to finish {what}: {error}") from error
+        each = len(results[0]) // len(plan[0])
+        sent = [row * each + k for rows in plan for row in rows for k in range(each)]
+        back = torch.tensor(sent).argsort().tolist()
+        return select(concatenate(results), back)
+
+
+class Worker:
+    """A role in one process. `group` says where this process stands among those of the same role."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self.group = WorkerGroup(layout)
+
+
+def dispatched(*fields: str) -> Callable:
+    """Mark a Worker method as run by all processes on parts of the controller's batch.
+
+    `fields` are the fields that travel to the workers (those of them that the batch has). The method gets its rows
+    as a TensorDict. What it returns reaches the loop on the controller: a TensorDict is collected in row order and
+    is None elsewhere, a dict of numbers (already reduced over all ranks) is handed through.
+    """
+
+    def decorate(method: Callable) -> Callable:
+        @functools.wraps(method)
+        def run(self: Worker, batch: TensorDict | None, *args: Any, **kwargs: Any) -> Any:
+            what = f"{type(self).__name__}.{method.__name__}"
+            rows, plan = self.group.scatter(batch, fields, what)
+            result = method(self, rows, *args, **kwargs)
+            return self.group.collect(result, plan, what) if isinstance(result, TensorDict) else result
+
+        return run
+
+    return decorate
+
+
+def _send(batch: TensorDict, rank: int) -> None:
+    tensors, header = [], []
+    for name, field in batch.items():
+        offsets = field.offsets() if field.is_nested else None
+        for tensor in (field.values(), offsets) if field.is_nested else (field,):
+            flat = tensor.contiguous().cpu()
+            tensors.append(flat.view(torch.uint8) if flat.dim() else flat.reshape(1).view(torch.uint8))
+        header.append((name, field.is_nested, field.dtype, tuple(batch.batch_size)))
+    sizes = [tensor.numel() for tensor in tensors]
+    pickled = torch.frombuffer(bytearray(pickle.dumps((header, sizes))), dtype=torch.uint8)
+    payload = torch.cat([pickled, *(tensor.reshape(-1) for tensor in tensors)])
+    dist.send(torch.tensor([len(pickled), len(payload)]), rank)
+    dist.send(payload, rank)
+
+
+def _receive(rank: int) -> TensorDict:
+    lengths = torch.empty(2, dtype=torch.int64)
+    dist.recv(lengths, rank)
+    payload = torch.empty(int(lengths[1]), dtype=torch.uint8)
+    dist.recv(payload, rank)
+    header, sizes = pickle.loads(payload[: int(lengths[0])].numpy().tobytes())
+    pieces = iter(payload[int(lengths[0]) :].split(sizes))
+    fields = {}
+    for name, is_nested, dtype, _ in header:
+        # A piece may begin at any byte; a copy is aligned for its own type.
+        values = next(pieces).clone().view(dtype)
+        if is_nested:
+            fields[name] = torch.nested.nested_tensor_from_jagged(values, next(pieces).clone().view(torch.int64))
+        else:
+            fields[name] = values
+    return make_batch(fields)

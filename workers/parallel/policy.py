@@ -1,0 +1,239 @@
+"""A Hugging Face causal language model as the trainer runs it: packed, tensor-parallel, sharded by FSDP2.
+
+`load_policy` builds it on the meta device, cuts it over the mesh and reads from safetensors what each rank needs.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+import transformers
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+from grpo.config import ConfigError, option
+from workers.parallel.attention import Packing
+from workers.parallel.logprobs import head_logprobs
+from workers.parallel.mesh import Layout
+
+SUPPORTED = ("qwen2", "qwen3", "llama")
+PREFIX = "causal_lm."
+
+
+@dataclass
+class ModelConfig:
+    path: str = option("", "Hugging Face folder or hub name of the policy to start from.")
+    dtype: str = option(
+        "auto",
+        "Compute type: auto (bfloat16 on CUDA, float32 on a CPU), bfloat16 or float32. "
+        "Master weights and optimizer state are float32 always.",
+    )
+
+
+class Policy(nn.Module):
+    """`causal_lm` answering with log-probabilities: the one forward pass of actor, reference and warm start.
+
+    Tied embeddings are kept once, as `embed_tokens`: the language-model head is dropped and its weight read from
+    there.
+    """
+
+    def __init__(self, causal_lm: transformers.PreTrainedModel, layout: Layout) -> None:
+        super().__init__()
+        self.causal_lm, self.layout = causal_lm, layout
+        self.tied = causal_lm.config.tie_word_embeddings
+        if self.tied:
+            causal_lm.lm_head = nn.Identity()
+
+    def forward(
+        self, tokens_T: torch.Tensor, lengths: list[int], mask_T: torch.Tensor, temperature: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """log p(tokens[t] | tokens[<t]) and the entropy of that distribution where mask is True, 0 elsewhere.
+
+        tokens_T: [T] int64, the sequences of `lengths` side by side. mask_T: [T] bool, False at the first token
+        of every sequence. temperature divides the logits. Returns two [T] float32 tensors.
+        """
+        packing = Packing.of(lengths, tokens_T.device)
+        hidden_TH = self.causal_lm.model(
+            input_ids=tokens_T[None], position_ids=packing.positions[None], packing=packing, use_cache=False
+        ).last_hidden_state[0]
+        wanted_N = mask_T.nonzero()[:, 0]
+        weight = self.causal_lm.model.embed_tokens.weight if self.tied else self.causal_lm.lm_head.weight
+        first, group = 0, None
+        if isinstance(weight, DTensor):
+            mesh = weight.device_mesh
+            weight, group = weight.to_local(), mesh.get_group()
+            first = mesh.get_local_rank() * weight.shape[0]
+        logprobs_N, entropy_N = head_logprobs(
+            hidden_TH.index_select(0, wanted_N - 1), weight, tokens_T[wanted_N], temperature, first, group
+        )
+        zeros_T = torch.zeros_like(tokens_T, dtype=torch.float32)
+        return zeros_T.index_copy(0, wanted_N, logprobs_N), zeros_T.index_copy(0, wanted_N, entropy_N)
+
+
+def load_policy(config: ModelConfig, layout: Layout, trains: bool = True) -> Policy:
+    """The policy of `config.path` cut over `layout`, in float32 where it trains and in its compute type otherwise.
+
+    Raises ConfigError for what `read_config` and `check_layout` refuse.
+    """
+    hf_config = read_config(config)
+    check_layout(hf_config, layout.slices)
+    compute = compute_dtype(config, layout.device)
+    with torch.device("meta"):
+        causal_lm = transformers.AutoModelForCausalLM.from_config(
+            hf_config, dtype=torch.float32 if trains else compute, attn_implementation="packed"
+        )
+    policy = Policy(causal_lm, layout)
+    if layout.slices > 1:
+        _split_over_tensor_mesh(policy, layout)
+    precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
+    for layer in causal_lm.model.layers:
+        fully_shard(layer, mesh=layout.data, mp_policy=precision)
+    fully_shard(policy, mesh=layout.data, mp_policy=precision)
+    policy.to_empty(device=layout.device)
+    # Buffers are not in any file: they are computed from the config, and were empty on the meta device.
+    rotary = causal_lm.model.rotary_emb
+    causal_lm.model.rotary_emb = type(rotary)(hf_config, device=layout.device)
+    weights = {name.removeprefix(PREFIX): tensor for name, tensor in policy.state_dict().items()}
+    dcp.load(weights, storage_reader=dcp.HuggingFaceStorageReader(local_folder(config.path)))
+    if not trains:
+        policy.requires_grad_(False)
+    return policy.train(trains)
+
+
+def compute_dtype(config: ModelConfig, device: torch.device) -> torch.dtype:
+    """The type of the forward and backward pass; raises ConfigError for a name that is not one."""
+    names = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+    names["auto"] = torch.bfloat16 if device.type == "cuda" else torch.float32
+    if config.dtype not in names:
+        raise ConfigError(f"model.dtype={config.dtype!r} is not a choice: use auto, bfloat16 or float32.")
+    return names[config.dtype]
+
+
+def read_config(config: ModelConfig) -> transformers.PretrainedConfig:
+    """The Hugging Face config of the model; raises ConfigError where there is none or its type is not supported."""
+    if not config.path:
+        raise ConfigError("No model was named: set model.path to a Hugging Face folder or hub name.")
+    looks_local = config.path.startswith((".", "/", "~")) or config.path.count("/") > 1
+    if looks_local and not Path(config.path).is_dir():
+        raise ConfigError(f"model.path={config.path} is not a folder: check the path, or use a hub name.")
+    try:
+        hf_config = transformers.AutoConfig.from_pretrained(config.path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"model.path={config.path} has no config that transformers can read, as a folder or on "
+            f"the hub ({str(error).splitlines()[0]})."
+        ) from error
+    if hf_config.model_type not in SUPPORTED:
+        raise ConfigError(
+            f"model.path={config.path} is of type {hf_config.model_type!r}, which is not supported: "
+            f"use one of {', '.join(SUPPORTED)}."
+        )
+    if "sliding_attention" in (getattr(hf_config, "layer_types", None) or ()):
+        raise ConfigError(
+            f"model.path={config.path} uses sliding-window attention, which is not supported: set "
+            "use_sliding_window to false in its config.json or use another model."
+        )
+    return hf_config
+
+
+def read_tokenizer(config: ModelConfig) -> transformers.PreTrainedTokenizerBase:
+    """The tokenizer beside the model; raises ConfigError where there is none or it has no end-of-sequence token."""
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(config.path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"model.path={config.path} has no tokenizer that transformers can read: save one there "
+            f"with tokenizer.save_pretrained ({str(error).splitlines()[0]})."
+        ) from error
+    if tokenizer.eos_token_id is None:
+        raise ConfigError(
+            f"The tokenizer of model.path={config.path} has no end-of-sequence token: set eos_token "
+            "in its tokenizer_config.json."
+        )
+    return tokenizer
+
+
+def check_layout(hf_config: transformers.PretrainedConfig, tensor: int) -> None:
+    """Raise ConfigError for the first size of the model that `tensor` does not divide."""
+    sizes = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
+    for name in sizes:
+        size = getattr(hf_config, name)
+        if size % tensor:
+            raise ConfigError(
+                f"actor.tensor_parallel={tensor} does not divide the model's {name}={size}: use a divisor of {size}."
+            )
+
+
+def local_folder(path: str) -> str:
+    """The folder that holds the safetensors of a Hugging Face folder or hub name, downloading them if need be."""
+    if Path(path).is_dir():
+        return path
+    from huggingface_hub import snapshot_download
+
+    return snapshot_download(path, allow_patterns=["*.safetensors", "*.json"])
+
+
+class _NormParallel(ParallelStyle):
+    """A norm whose weight is replicated and whose input is laid out as `layout` on the tensor mesh.
+
+    As a DTensor operation its weight gradient comes out right for both uses: equal on all ranks where they see
+    the same input, and a sum over ranks for the q and k norms, where each rank sees other heads.
+    """
+
+    def __init__(self, layout: Replicate | Shard) -> None:
+        self.layout = layout
+
+    def _apply(self, module: nn.Module, mesh) -> nn.Module:
+        def replicate(name, part, mesh):
+            for key, parameter in part.named_parameters(recurse=False):
+                part.register_parameter(key, nn.Parameter(distribute_tensor(parameter, mesh, [Replicate()])))
+
+        def enter(module, inputs, mesh):
+            return (DTensor.from_local(inputs[0], mesh, [self.layout], run_check=False), *inputs[1:])
+
+        def leave(module, output, mesh):
+            return output.to_local()
+
+        return distribute_module(module, mesh, replicate, enter, leave)
+
+
+def _split_over_tensor_mesh(policy: Policy, layout: Layout) -> None:
+    model = policy.causal_lm.model
+    replicate = Replicate()
+    # Entering attention and MLP as one DTensor makes one all-reduce of the input's gradient, not one per matrix.
+    plan = {
+        "self_attn": PrepareModuleInput(
+            input_kwarg_layouts={"hidden_states": replicate},
+            desired_input_kwarg_layouts={"hidden_states": replicate},
+        ),
+        "self_attn.q_proj": ColwiseParallel(),
+        "self_attn.k_proj": ColwiseParallel(),
+        "self_attn.v_proj": ColwiseParallel(),
+        "self_attn.o_proj": RowwiseParallel(),
+        "mlp": PrepareModuleInput(input_layouts=(replicate,), desired_input_layouts=(replicate,)),
+        "mlp.gate_proj": ColwiseParallel(),
+        "mlp.up_proj": ColwiseParallel(),
+        "mlp.down_proj": RowwiseParallel(),
+        "input_layernorm": _NormParallel(replicate),
+        "post_attention_layernorm": _NormParallel(replicate),
+    }
+    if hasattr(model.layers[0].self_attn, "q_norm"):
+        plan |= {"self_attn.q_norm": _NormParallel(Shard(2)), "self_attn.k_norm": _NormParallel(Shard(2))}
+    for layer in model.layers:
+        parallelize_module(layer, layout.tensor, plan)
+    top = {
+        "model.embed_tokens": RowwiseParallel(input_layouts=replicate),
+        "model.norm": _NormParallel(replicate),
+    }
+    if not policy.tied:
+        top["lm_head"] = ColwiseParallel()
+    parallelize_module(policy.causal_lm, layout.tensor, top)

@@ -1,0 +1,22 @@
+"""The RefWorker: the policy as it was at the start, frozen, for the KL term."""
+
+from tensordict import TensorDict
+
+from workers.actor import compute_logprobs
+from workers.dispatch import Worker, dispatched
+from workers.parallel.mesh import Layout
+from workers.parallel.policy import ModelConfig, load_policy
+
+
+class RefWorker(Worker):
+    """The reference policy, laid out as the actor is, in its compute type and without gradients."""
+
+    def __init__(self, model: ModelConfig, max_tokens: int, layout: Layout, temperature: float) -> None:
+        super().__init__(layout)
+        self.policy = load_policy(model, layout, trains=False)
+        self.max_tokens, self.temperature = max_tokens, temperature
+
+    @dispatched("tokens", "response_mask")
+    def compute_logprobs(self, batch: TensorDict) -> TensorDict:
+        """The reference's log-probabilities of the sampled tokens, as a batch with the field ref_logprobs [B, *]."""
+        return compute_logprobs(self.policy, batch, "ref_logprobs", self.max_tokens, self.temperature)
