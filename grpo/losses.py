@@ -87,7 +87,7 @@ def grpo_loss(
     }
     if ref_logprobs_T is not None:
         log_ratio = ref_logprobs_T[mask_T] - logp
-        kl = log_ratio.exp() - log_ratio - 1
+        kl = log_ratio.expm1() - log_ratio  # expm1 keeps the digits of a small difference
         sums["kl"] = kl.detach().sum()
         loss = loss + config.kl_coefficient * kl.sum()
     if config.entropy_coefficient:

@@ -407,7 +407,6 @@ class Tracker:
                 project=self._config.wandb_project,
                 name=self._folder.name,
                 dir=str(self._folder),
-                id=id_file.read_text(),
                 resume="allow",
                 config=_valid_json(resolved),
                 # console: wandb would wrap the streams that the live display wraps. The timeouts, in seconds,
@@ -415,9 +414,11 @@ class Tracker:
                 settings=wandb.Settings(silent=True, console="off", init_timeout=30, finish_timeout=60),
             )
             try:
-                run = start(mode=asked)
+                run = start(mode=asked, id=id_file.read_text())
             except Exception as error:  # noqa: BLE001 - no login, no network, a bad key: offline works without
-                run = start(mode="offline")
+                # Another id, because wandb holds the one of the attempt that failed.
+                id_file.write_text(secrets.token_hex(4))
+                run = start(mode="offline", id=id_file.read_text())
                 self.say(
                     f"wandb: {_first_line(error)} This run is kept offline; upload it later with: "
                     f"wandb sync {Path(run.dir).parent}"

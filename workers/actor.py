@@ -215,6 +215,8 @@ def compute_logprobs(policy: Policy, batch: TensorDict, name: str, max_tokens: i
             logprobs, _ = policy(micro["tokens"], micro.lengths, micro["response_mask"], temperature)
             pieces = logprobs.cpu().split(micro.lengths)
             rows.update(zip(micro.rows, pieces, strict=False))
+    # Without a backward pass the root's parameters would stay gathered, in the compute type, where others read them.
+    policy.reshard()
     return make_batch({name: jagged([rows[i] for i in range(len(batch))])})
 
 

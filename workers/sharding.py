@@ -65,8 +65,9 @@ class ShardingManager:
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The actor's parameters whole, each once, under their Hugging Face names; every rank must take part."""
         for name, parameter in self.actor.policy.named_parameters():
-            tensor = parameter.detach()
-            tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            # A plain tensor here would be FSDP's gathered copy in the compute type, not the master weight.
+            assert isinstance(parameter, DTensor), f"{name} is not sharded"
+            tensor = parameter.detach().full_tensor()
             self.bytes += tensor.numel() * tensor.element_size()
             yield name.removeprefix(PREFIX), tensor
 

@@ -167,7 +167,7 @@ def test_without_a_network_the_answer_is_quick(no_hub):
     with pytest.raises(ConfigError) as error:
         load_rows("org/name", "train")
     one_sentence(error, "data.train", "org/name", "cannot be reached", "local file")
-    assert time.monotonic() - start < 2
+    assert time.monotonic() - start < 10
 
 
 def test_offline_only_the_cache_is_asked(monkeypatch):

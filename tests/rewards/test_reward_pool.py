@@ -2,6 +2,7 @@
 
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -25,6 +26,10 @@ def length(completion, row, *, scale=1.0):
 @register("row")
 def from_row(completion, row):
     return row.pop("value")
+
+@register("lazy", imports=("colorsys",))
+def lazy(completion, row):
+    return "colorsys" in sys.modules
 
 @register("naughty")
 def naughty(completion, row):
@@ -50,7 +55,7 @@ def naughty(completion, row):
     if completion == "chatty": print("x" * 1_000_000)
     if completion == "stdin": return float(len(sys.stdin.read()))
     if completion == "pid": return os.getpid()
-    if completion == "nap": time.sleep(0.2)
+    if completion == "nap": time.sleep(0.3)
     if completion == "grandchild":
         subprocess.Popen(["sleep", "60"])
         time.sleep(60)
@@ -67,7 +72,7 @@ def file(tmp_path) -> str:
 
 @pytest.fixture
 def config(file) -> RewardsConfig:
-    return RewardsConfig(weights={"naughty": 1.0}, files=[file], processes=2, timeout_seconds=0.5)
+    return RewardsConfig(weights={"naughty": 1.0}, files=[file], processes=2, timeout_seconds=1.0)
 
 
 def alive(pid: int) -> bool:
@@ -87,7 +92,11 @@ def wait_until_gone(pids: list[int], seconds: float = 10.0) -> list[int]:
 
 def test_order_parts_weights_and_options(file):
     config = RewardsConfig(
-        weights={"length": 0.5, "row": -2.0}, options={"length": {"scale": 3.0}}, files=[file], processes=3
+        weights={"length": 0.5, "row": -2.0},
+        options={"length": {"scale": 3.0}},
+        files=[file],
+        processes=3,
+        timeout_seconds=60.0,
     )
     completions = ["x" * (i * 7 % 50) for i in range(500)]
     row = {"value": 0.25}
@@ -104,11 +113,16 @@ def test_order_parts_weights_and_options(file):
 
 
 def test_countdown_and_math_in_one_pool():
-    config = RewardsConfig(weights={"countdown": 1.0, "math": 10.0}, processes=1)
+    config = RewardsConfig(weights={"countdown": 1.0, "math": 10.0}, processes=1, timeout_seconds=60.0)
     row = {"numbers": [3, 4], "target": 7, "answer": "9"}
     with RewardPool(config) as pool:
         scores = pool.score(["<answer>3+4</answer>", "\\boxed{9}", "\\boxed{8}"], [row] * 3)
     assert scores.total == [1.0, 10.0, 0.0]
+
+
+def test_what_a_reward_imports_lazily_is_imported_before_its_first_grade(file):
+    with RewardPool(RewardsConfig(weights={"lazy": 1.0}, files=[file], processes=1)) as pool:
+        assert pool.score([""], [{}]).total == [1.0]
 
 
 def test_a_power_tower_in_a_box_is_a_timeout():
@@ -121,7 +135,7 @@ def test_a_power_tower_in_a_box_is_a_timeout():
 
 def test_many_short_completions_take_milliseconds():
     row = {"numbers": [3, 4, 7], "target": 14}
-    with RewardPool(RewardsConfig(weights={"countdown": 1.0}, processes=1)) as pool:
+    with RewardPool(RewardsConfig(weights={"countdown": 1.0}, processes=1, timeout_seconds=60.0)) as pool:
         seconds = []
         for _ in range(5):
             scores = pool.score(["<answer>3+4+7</answer>"] * 256, [row] * 256)
@@ -151,8 +165,8 @@ FAILURES = {
     "inf": ("not a number", "returned inf"),
     "none": ("not a number", "returned None"),
     "text": ("not a number", "returned '1.0'"),
-    "sleep": ("timeout", "longer than 0.5 seconds"),
-    "regex": ("timeout", "longer than 0.5 seconds"),
+    "sleep": ("timeout", "longer than 1 seconds"),
+    "regex": ("timeout", "longer than 1 seconds"),
 }
 
 
@@ -178,7 +192,7 @@ def test_every_failure_costs_its_own_grade_and_no_other(config):
 
 
 def test_a_batch_of_only_timeouts_is_bounded(config):
-    config.timeout_seconds = 0.2
+    config.timeout_seconds = 0.2  # nothing here is expected to make it
     with RewardPool(config) as pool:
         scores = pool.score(["sleep"] * 6, [{}] * 6)
     assert [f.kind for f in scores.failures] == ["timeout"] * 6
@@ -190,9 +204,9 @@ def test_a_batch_of_only_timeouts_is_bounded(config):
 def test_the_time_limit_is_for_one_grade_not_for_a_chunk(config):
     config.processes = 1
     with RewardPool(config) as pool:
-        scores = pool.score(["nap"] * 8, [{}] * 8)
+        scores = pool.score(["nap"] * 5, [{}] * 5)
     assert scores.failures == []
-    assert scores.seconds > 8 * 0.2
+    assert scores.seconds > 5 * 0.3
 
 
 def test_numbers_that_are_not_floats(config):
@@ -204,7 +218,7 @@ def test_numbers_that_are_not_floats(config):
 
 def test_what_a_reward_prints_and_reads_is_not_the_protocol(config, capsys):
     config.processes = 1
-    config.timeout_seconds = 5.0
+    config.timeout_seconds = 60.0
     with RewardPool(config) as pool:
         scores = pool.score(["print", "child", "chatty", "stdin", "fine"], [{}] * 5)
         pool.score(["fine"], [{}])
@@ -218,6 +232,7 @@ def test_what_a_reward_prints_and_reads_is_not_the_protocol(config, capsys):
 def test_rows_and_completions_of_any_kind_survive(config, file):
     numpy = pytest.importorskip("numpy")
     config.weights = {"length": 1.0, "row": 1.0}
+    config.timeout_seconds = 60.0  # the first numpy value makes the worker import numpy
     rows = [{"value": numpy.float32(2.5), "other": {1, 2}, "bytes": b"\xff"}, {"value": 1}]
     with RewardPool(config) as pool:
         scores = pool.score(["\ud800\x00\n", "é" * 1_000_000], rows)
@@ -226,10 +241,12 @@ def test_rows_and_completions_of_any_kind_survive(config, file):
 
 def test_a_worker_that_dies_between_batches_is_replaced_unblamed(config):
     config.processes = 1
+    config.timeout_seconds = 60.0
     with RewardPool(config) as pool:
         pid = int(pool.score(["pid"], [{}]).total[0])
         os.kill(pid, signal.SIGKILL)
-        wait_until_gone([pid])
+        # Its last thread closes its pipes, which can be after /proc calls it a zombie.
+        assert select.select([pool._workers[0].process.stdout], [], [], 30.0)[0]
         scores = pool.score(["fine"] * 20, [{}] * 20)
     assert scores.failures == []
     assert scores.total == [1.0] * 20
@@ -302,6 +319,7 @@ def test_workers_start_whatever_the_directory_and_do_not_import_the_main_script(
         "import os, sys\n"
         "print('main script imported', flush=True)\n"
         "import rewards\n"
+        "sys.path.remove(os.environ['PYTHONPATH'])\n"
         "config = rewards.RewardsConfig(weights={'countdown': 1.0}, processes=1)\n"
         "pool = rewards.RewardPool(config)\n"
         "scores = pool.score(['<answer>1+2</answer>'], [{'numbers': [1, 2], 'target': 3}])\n"
@@ -309,8 +327,10 @@ def test_workers_start_whatever_the_directory_and_do_not_import_the_main_script(
     )
     package = Path(rewards.__file__).parent
     env = dict(os.environ, PYTHONPATH=str(package.parent))
-    # Inside rewards/ a `math.py` lies in the way of the standard library's.
-    for directory in (tmp_path, package):
+    trap = tmp_path / "trap"
+    trap.mkdir()
+    (trap / "json.py").write_text("raise ImportError('not the json of the standard library')")
+    for directory in (tmp_path, package, trap):
         done = subprocess.run(
             [sys.executable, str(script)], cwd=directory, env=env, capture_output=True, text=True, timeout=60
         )

@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import re
 
 import pytest
@@ -41,6 +42,11 @@ def test_metrics_are_read_without_a_half_last_line(tmp_path):
     assert read_metrics(run) == list(rows())
 
 
+def test_null_is_read_as_nan(tmp_path):
+    (row,) = read_metrics(write(tmp_path / "run", [{"step": 1, "entropy": None}]))
+    assert math.isnan(row["entropy"])
+
+
 @pytest.mark.parametrize("content", [None, "", '{"step": 0'])
 def test_a_folder_without_metrics_is_named(tmp_path, content):
     if content is not None:
@@ -52,6 +58,7 @@ def test_a_folder_without_metrics_is_named(tmp_path, content):
 def test_closing_table_shows_before_during_and_after(tmp_path):
     text = text_of(closing_table(list(rows()), tmp_path / "seed0", seconds=3725.4))
     lines = {line.split()[0]: line for line in text.splitlines() if line.strip()}
+    assert lines["step"].split() == ["step", "accuracy", "change", "response", "length", "reward"]
     assert lines["0"].split() == ["0", "0.111", "200.5", "-", "before", "training"]
     assert lines["2"].split() == ["2", "0.444", "+0.333", "202.5", "0.200"]
     assert lines["4"].split() == ["4", "0.888", "+0.777", "204.5", "0.400", "best"]

@@ -19,6 +19,7 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
+from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
 from grpo.config import ConfigError, option
 from workers.parallel.attention import Packing
@@ -148,7 +149,12 @@ def read_config(config: ModelConfig) -> transformers.PretrainedConfig:
 def read_tokenizer(config: ModelConfig) -> transformers.PreTrainedTokenizerBase:
     """The tokenizer beside the model; raises ConfigError where there is none or it has no end-of-sequence token."""
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(config.path)
+        # For some model types AutoTokenizer puts a class of its own, with its own way to split text, before the one
+        # that was saved; a folder that says its tokenizer.json is all there is gets exactly that.
+        saved_class = get_tokenizer_config(config.path).get("tokenizer_class")
+        plain = saved_class in ("PreTrainedTokenizerFast", "TokenizersBackend")
+        reader = transformers.PreTrainedTokenizerFast if plain else transformers.AutoTokenizer
+        tokenizer = reader.from_pretrained(config.path)
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"model.path={config.path} has no tokenizer that transformers can read: save one there "

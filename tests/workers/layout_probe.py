@@ -1,0 +1,115 @@
+"""Run by test_layouts.py under torchrun: one step of every model kind on every layout of this many processes.
+
+    torchrun --nproc-per-node N layout_probe.py MODELS OUT REPLICATE,TENSOR [REPLICATE,TENSOR ...]
+
+leaves OUT/KIND-SHARD-TENSOR[-rREPLICATE].pt with what the controller saw.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from grpo.batch import jagged, make_batch
+from grpo.losses import AlgorithmConfig
+from trainer.trainer import attach
+from workers.actor import ActorConfig, ActorWorker
+from workers.engines.torch_engine import TorchEngine
+from workers.parallel.mesh import Layout, join, make_layout, pick_device
+from workers.parallel.policy import PREFIX, ModelConfig
+from workers.ref import RefWorker
+from workers.rollout import RolloutConfig, RolloutWorker
+from workers.sharding import ShardingManager
+
+TEMPERATURE = 0.8
+
+
+def ragged_batch():
+    """24 samples of 6 prompts, lengths 6 to 40, off-policy enough that some ratios are clipped."""
+    random = torch.Generator().manual_seed(1)
+    lengths = torch.randint(6, 41, (24,), generator=random).tolist()
+    tokens = [torch.randint(2, 118, (n,), generator=random) for n in lengths]
+    mask = [torch.arange(n) >= 4 for n in lengths]
+    noise = [0.3 * torch.randn(n, generator=random) for n in lengths]
+    advantages = torch.randn(24, generator=random)
+    batch = make_batch(
+        {
+            "tokens": jagged(tokens),
+            "response_mask": jagged(mask),
+            "advantages": jagged([a * m for a, m in zip(advantages, mask, strict=True)]),
+            "group": torch.arange(24) // 4,
+        }
+    )
+    return batch, jagged(noise)
+
+
+def step(kind: str, models: Path, layout: Layout) -> dict[str, torch.Tensor]:
+    """Log-probabilities, one update, one sync, one rollout; what the controller knows of each."""
+    controls = dist.get_rank() == 0
+    algorithm = AlgorithmConfig(minibatches_per_step=2, kl_coefficient=0.1, entropy_coefficient=0.01)
+    model, start = ModelConfig(path=str(models / "policy" / kind)), ModelConfig(path=str(models / "reference" / kind))
+    # 128 tokens a micro-batch make several passes, and a different number of samples in each.
+    config = ActorConfig(learning_rate=1e-2, max_tokens_per_microbatch=128)
+    actor = ActorWorker(model, config, algorithm, layout, TEMPERATURE, 10)
+    # With Adam's usual epsilon the rounding of a gradient near 0 decides the sign of a whole step.
+    actor.optimizer.param_groups[0]["eps"] = 1e-3
+    reference = RefWorker(start, 128, layout, TEMPERATURE)
+    batch, noise = ragged_batch()
+    batch = batch if controls else None
+    logprobs = actor.compute_logprobs(batch)
+    ref = reference.compute_logprobs(batch)
+    if controls:
+        attach(batch, ref)
+        old = logprobs["old_logprobs"].values() + noise.values() * batch["response_mask"].values()
+        batch["old_logprobs"] = torch.nested.nested_tensor_from_jagged(old, noise.offsets())
+        batch["rollout_logprobs"] = logprobs["old_logprobs"]
+    metrics = actor.update(batch)
+
+    engine = TorchEngine(model, layout.device)
+    everyone = layout if layout.slices == 1 else make_layout(layout.device, 1, 1)
+    rollout = RolloutWorker(RolloutConfig(max_response_tokens=12), engine, everyone, (1,), seed=3)
+    sharding = ShardingManager(actor, rollout)
+    prompts = make_batch({"tokens": jagged([torch.arange(2, 6 + i) for i in range(8)])}) if controls else None
+    with sharding.serving():
+        samples = rollout.generate(prompts, 2, TEMPERATURE)
+    sharding.expect_current(samples)
+    again = actor.compute_logprobs(samples)
+
+    weights = {name.removeprefix(PREFIX): p.detach().full_tensor() for name, p in actor.policy.named_parameters()}
+    # Adam's running mean is linear in the gradients, unlike the weights, which hide most of a gradient's size.
+    means = [actor.optimizer.state[parameter]["exp_avg"].full_tensor() for parameter in actor.parameters]
+    same = all(torch.equal(weights[name], tensor) for name, tensor in engine.weights.items())
+    everywhere = torch.tensor(float(same))
+    dist.all_reduce(everywhere, op=dist.ReduceOp.MIN)
+    if not controls:
+        return {}
+    return {
+        "logprobs": logprobs["old_logprobs"].values(),
+        "ref_logprobs": ref["ref_logprobs"].values(),
+        "metrics": metrics,
+        "weights": weights,
+        "gradient_means": dict(zip(weights, means, strict=True)),
+        "engine_holds_the_weights": bool(everywhere),
+        "rollout_gap": (again["old_logprobs"].values() - samples["rollout_logprobs"].values()).abs().max(),
+        "rollout_prompts": [row[: 4 + i // 2].tolist() for i, row in enumerate(samples["tokens"].unbind())],
+        "version": (int(samples["version"].min()), actor.version),
+    }
+
+
+def main() -> None:
+    models, out = Path(sys.argv[1]), Path(sys.argv[2])
+    device = pick_device("cpu")
+    join(device, 120.0)
+    for cut in sys.argv[3:]:
+        replicate, tensor = map(int, cut.split(","))
+        layout = make_layout(device, replicate, tensor)
+        for folder in sorted((models / "policy").iterdir()):
+            result = step(folder.name, models, layout)
+            if dist.get_rank() == 0:
+                torch.save(result, out / f"{folder.name}-{layout.parts}-{tensor}-r{replicate}.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
