@@ -18,6 +18,7 @@ import json
 import random
 from collections.abc import Iterable
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 
 import torch
@@ -137,12 +138,13 @@ def demonstrations(training: list[Problem], preset: Preset, seed: int) -> list[d
 
 
 def make_tokenizer() -> transformers.PreTrainedTokenizerFast:
-    """117 tokens: the numbers 0 to 99 and every sign, word and tag as one each; pad and eos are `<pad>`, `<eos>`.
+    """118 tokens: the numbers 0 to 99 and every sign, word and tag as one each; pad and eos are `<pad>`, `<eos>`.
 
     Text is split at spaces and between signs, decoding puts a space between tokens. A word that is not a token
-    is an error, since there is no unknown token.
+    is an error, since there is no unknown token. The unused ? makes them an even number, which two
+    tensor-parallel processes can share.
     """
-    words = ["<pad>", "<eos>", *map(str, range(100)), *"+-*/=(),", "no", "yes", "to"]
+    words = ["<pad>", "<eos>", *map(str, range(100)), *"+-*/=(),?", "no", "yes", "to"]
     words += ["<think>", "</think>", "<answer>", "</answer>"]
     backend = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"</?\w+>|\w+|[^\s]"), "removed", invert=True)
@@ -152,7 +154,7 @@ def make_tokenizer() -> transformers.PreTrainedTokenizerFast:
 
 
 def make_model(
-    kind: str = "qwen3",
+    kind: str = "qwen2",
     *,
     seed: int = 0,
     hidden: int = 64,
@@ -160,13 +162,11 @@ def make_model(
     heads: int = 2,
     kv_heads: int = 2,
     feed_forward: int = 192,
-    vocab: int = 117,
+    vocab: int = 118,
     tied: bool = True,
 ) -> transformers.PreTrainedModel:
     """A randomly initialised float32 causal language model of the kind qwen2, qwen3 or llama.
 
-    The example itself is a qwen3, because transformers gives a folder of kind qwen2 Qwen's own tokenizer class,
-    whatever tokenizer was saved in it (MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS in its tokenization_auto.py).
     The weights depend on `seed` alone and the global random state is left as it was. Token 0 is pad, 1 is eos.
     """
     configs = {
@@ -209,6 +209,33 @@ def write(out: Path, preset: Preset, seed: int) -> None:
     _write_lines(out / "demonstrations.jsonl", demonstrations(training, preset, seed))
 
 
+def text_problems(count: int, seed: int) -> list[dict]:
+    """`count` rows (numbers, target) for pretrained models: 3 or 4 numbers to 99, + - * /, targets of two digits.
+
+    Every one can be solved, and none stands there twice, whatever the order of its numbers.
+    """
+    rng = random.Random(f"text problems {seed}")
+    rows: dict[tuple, dict] = {}
+    while len(rows) < count:
+        numbers = [rng.randint(1, 99) for _ in range(rng.choice((3, 4)))]
+        values = [Fraction(number) for number in numbers]
+        while len(values) > 1:
+            a, b = values.pop(rng.randrange(len(values))), values.pop(rng.randrange(len(values)))
+            values.append(rng.choice([a + b, a - b, a * b, a / b if b else a + b]))
+        if values[0].denominator == 1 and 10 <= values[0] <= 99:
+            row = {"numbers": numbers, "target": int(values[0])}
+            rows.setdefault((tuple(sorted(numbers)), row["target"]), row)
+    return list(rows.values())
+
+
+def write_text(out: Path, seed: int, held_out: int = 512, training: int = 20_000) -> None:
+    """Fill the folder `out` for a pretrained model: train.jsonl and heldout.jsonl, disjoint, without prompts."""
+    rows = text_problems(held_out + training, seed)
+    out.mkdir(parents=True, exist_ok=True)
+    _write_lines(out / "heldout.jsonl", rows[:held_out])
+    _write_lines(out / "train.jsonl", rows[held_out:])
+
+
 def _write_lines(path: Path, rows: Iterable[dict]) -> None:
     with path.open("w", encoding="utf-8") as file:
         file.writelines(json.dumps(row) + "\n" for row in rows)
@@ -220,7 +247,13 @@ def main() -> None:
     parser.add_argument("out", type=Path, help="the folder to fill")
     parser.add_argument("--preset", choices=sorted(presets()), default="search")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--text", action="store_true", help="only problems, for a pretrained model and a template")
     arguments = parser.parse_args()
+    transformers.utils.logging.disable_progress_bar()
+    if arguments.text:
+        write_text(arguments.out, arguments.seed)
+        print(f"{arguments.out} holds train.jsonl and heldout.jsonl")
+        return
     write(arguments.out, presets()[arguments.preset], arguments.seed)
     print(f"{arguments.out} holds model, train.jsonl, heldout.jsonl and demonstrations.jsonl")
 

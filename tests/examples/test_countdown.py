@@ -130,7 +130,7 @@ def test_the_folder_holds_disjoint_problems_and_the_same_again(folder, tmp_path)
 def test_the_model_folder_loads_as_any_other(folder):
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "model")
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / "model")
-    assert len(tokenizer) == model.config.vocab_size == 117
+    assert len(tokenizer) == model.config.vocab_size == 118
     assert model.num_parameters() < 200_000
     assert (model.config.pad_token_id, model.config.eos_token_id) == (
         tokenizer.pad_token_id,

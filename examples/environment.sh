@@ -1,0 +1,45 @@
+# Sourced by run_countdown.sh and tests/run.sh: makes `python` one that holds this project and what it needs.
+#
+#   source examples/environment.sh EXTRAS        EXTRAS: "" or a list for pip such as "test" or "test,sglang"
+#
+# An active virtual environment is used as it is; otherwise one is made in .venv. A second start finds a stamp of what
+# was installed and asks pip nothing.
+
+fail() { echo "error: $*" >&2; exit 2; }
+
+set_up() {
+    local extras=$1 python="" candidate
+    if [ -z "${VIRTUAL_ENV:-}" ]; then
+        if [ ! -x "$root/.venv/bin/python" ]; then
+            for candidate in python3.12 python3.11 python3; do
+                if "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null; then
+                    python=$candidate
+                    break
+                fi
+            done
+            [ -n "$python" ] || fail "Python 3.11 or 3.12 is needed and neither is on the PATH: install one of them."
+            [ -w "$root" ] || fail "$root is not writable, so no .venv can be made there: activate an environment first."
+            "$python" -m venv "$root/.venv" 2>/dev/null ||
+                { rm -rf "$root/.venv"; fail "$python cannot make a virtual environment: install its venv module (python3-venv on Debian)."; }
+        fi
+        VIRTUAL_ENV=$root/.venv
+        PATH=$VIRTUAL_ENV/bin:$PATH
+        export VIRTUAL_ENV PATH
+    fi
+    python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null ||
+        fail "The environment $VIRTUAL_ENV has no Python 3.11 or 3.12: activate one that has."
+    local stamp=$VIRTUAL_ENV/.grpo-trainer wanted
+    # The path is part of it: an editable install points to one checkout.
+    wanted="$root [$extras] $(cksum < "$root/setup.py")"
+    grep -qxF "$wanted" "$stamp" 2>/dev/null && return
+    echo "Installing into $VIRTUAL_ENV (once; a few minutes) ..."
+    python -m pip install --quiet --disable-pip-version-check --editable "$root${extras:+[$extras]}" ||
+        fail "pip could not install the packages of $root/setup.py: see its message above; a package index must be reachable."
+    echo "$wanted" >> "$stamp"
+}
+
+set_up "${1:-}"
+
+# Many small operations: a thread that spins while it waits steals the core from the one it waits for.
+export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE}
+export TOKENIZERS_PARALLELISM=${TOKENIZERS_PARALLELISM:-false}

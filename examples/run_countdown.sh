@@ -1,0 +1,46 @@
+#!/usr/bin/env bash
+# GRPO learns Countdown: combine the given numbers into the target.
+#
+#   bash examples/run_countdown.sh                     on this machine, from nothing: a small policy, two CPU cores
+#   PRESET=direct|search|hard bash examples/...        quick (one try), the default, or one not solved in ten minutes
+#   MODEL=Qwen/Qwen2.5-3B-Instruct NPROC=4 bash examples/run_countdown.sh rollout.engine=sglang
+#                                                      on GPUs, from a model of the hub or a folder
+#
+# Arguments are settings (key=value) of the training. NAME=... names the run, SEED=... seeds it.
+set -euo pipefail
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+if [ -n "${MODEL:-}" ]; then extras=sglang; else extras=""; fi
+case " $* " in *" rollout.engine=torch "*) extras="" ;; *" rollout.engine=sglang "*) extras=sglang ;; esac
+# shellcheck source=examples/environment.sh
+source "$root/examples/environment.sh" "$extras"
+cd "$root"
+
+seed=${SEED:-0}
+processes=${NPROC:-1}
+[[ $processes =~ ^[1-9][0-9]*$ ]] || fail "NPROC=$processes is not a number of processes: use 1 or more."
+[[ $seed =~ ^[0-9]+$ ]] || fail "SEED=$seed is not a seed: use a whole number."
+
+trainer() {
+    if [ "$processes" -gt 1 ]; then
+        python -m torch.distributed.run --standalone --nproc-per-node "$processes" --local-ranks-filter 0 -m trainer "$@"
+    else
+        python -m trainer "$@"
+    fi
+}
+
+if [ -n "${MODEL:-}" ]; then
+    data=runs/countdown-text
+    python examples/countdown.py "$data" --text --seed "$seed"
+    trainer train examples/countdown_gpu.yaml "model.path=$MODEL" "data.train=$data/train.jsonl" \
+        "data.eval=$data/heldout.jsonl" "seed=$seed" "tracking.name=${NAME:-countdown-gpu}" "$@"
+else
+    preset=${PRESET:-search}
+    case $preset in search | direct | hard) ;; *) fail "PRESET=$preset is not a preset: use search, direct or hard." ;; esac
+    name=${NAME:-countdown-$preset-$seed}
+    python examples/countdown.py "runs/$name/data" --preset "$preset" --seed "$seed"
+    trainer sft examples/countdown_sft.yaml "model.path=runs/$name/data/model" \
+        "data.train=runs/$name/data/demonstrations.jsonl" "seed=$seed" "tracking.name=$name/warm-start"
+    trainer train examples/countdown_cpu.yaml "model.path=runs/$name/warm-start/model" \
+        "data.train=runs/$name/data/train.jsonl" "data.eval=runs/$name/data/heldout.jsonl" \
+        "seed=$seed" "tracking.name=$name/grpo" "$@"
+fi

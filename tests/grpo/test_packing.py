@@ -1,0 +1,103 @@
+"""Plans: nothing lost, nothing twice, no budget broken, and loads that are nearly even."""
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grpo.packing import balance, pack
+
+LENGTHS = st.lists(st.integers(1, 100), min_size=1, max_size=40)
+
+
+def heaviest(costs, plan):
+    return max(sum(costs[i] for i in part) for part in plan)
+
+
+def best_split(costs, parts):
+    """The smallest heaviest load of any assignment of costs to parts, by trying all."""
+    return min(
+        max(sum(cost for cost, part in zip(costs, choice, strict=True) if part == p) for p in range(parts))
+        for choice in itertools.product(range(parts), repeat=len(costs))
+    )
+
+
+def assert_each_index_once(plan, count):
+    assert sorted(i for part in plan for i in part) == list(range(count))
+    assert all(part == sorted(part) for part in plan)
+
+
+@settings(deadline=None)
+@given(st.lists(st.sampled_from([0, 0, 1, 7, 100]), min_size=1, max_size=12), st.data())
+def test_balance_deals_every_index_once_and_leaves_no_part_empty(costs, data):
+    parts = data.draw(st.integers(1, len(costs)))
+    plan = balance(costs, parts)
+    assert len(plan) == parts
+    assert all(plan)
+    assert_each_index_once(plan, len(costs))
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=7), st.integers(1, 3))
+def test_balance_keeps_grahams_bound_against_the_best_split(costs, parts):
+    parts = min(parts, len(costs))
+    assert heaviest(costs, balance(costs, parts)) <= (4 / 3 - 1 / (3 * parts)) * best_split(costs, parts) + 1e-9
+
+
+@pytest.mark.parametrize(
+    ("costs", "parts", "load"),
+    [([1] * 8, 4, 2), ([8, 1, 1, 1, 1, 1, 1, 1, 1], 2, 8), ([7, 6, 5, 4, 3, 2, 1], 2, 14), ([0, 0, 0], 3, 0)],
+)
+def test_balance_finds_the_even_split_of_simple_loads(costs, parts, load):
+    assert heaviest(costs, balance(costs, parts)) == load
+
+
+@pytest.mark.parametrize(("count", "parts"), [(0, 1), (2, 3)])
+def test_balance_refuses_fewer_samples_than_parts(count, parts):
+    with pytest.raises(ValueError, match=f"{count} samples cannot be split into {parts} parts"):
+        balance([1] * count, parts)
+
+
+@settings(deadline=None)
+@given(LENGTHS, st.integers(0, 200), st.integers(1, 50))
+def test_pack_holds_every_index_once_within_the_budget(lengths, spare, at_least):
+    budget = max(lengths) + spare
+    plan = pack(lengths, budget, at_least)
+    assert_each_index_once(plan, len(lengths))
+    assert all(sum(lengths[i] for i in part) <= budget for part in plan)
+    # Other ranks count on the number, and only a surplus over the samples may be empty.
+    assert len(plan) >= at_least
+    assert sum(not part for part in plan) == max(0, at_least - len(lengths))
+
+
+@settings(deadline=None)
+@given(LENGTHS, st.integers(0, 200))
+def test_pack_asked_for_its_own_number_or_more_makes_as_many(lengths, spare):
+    budget = max(lengths) + spare
+    own = len(pack(lengths, budget))
+    for more in (own, own + 1, own + 17):
+        assert len(pack(lengths, budget, more)) in range(more, max(more, len(lengths)) + 1)
+    assert len(pack(lengths, budget, own)) == own
+
+
+@settings(deadline=None)
+@given(LENGTHS, st.integers(0, 200))
+def test_pack_wastes_no_pass(lengths, spare):
+    budget = max(lengths) + spare
+    # Any two of the fewest micro-batches together are over the budget, or a split of the same rule would be shorter.
+    count = len(pack(lengths, budget))
+    assert count >= -(-sum(lengths) // budget)
+    for fewer in range(-(-sum(lengths) // budget), count):
+        assert heaviest(lengths, balance(lengths, fewer)) > budget
+
+
+def test_pack_makes_one_micro_batch_of_what_fits_exactly():
+    assert pack([3, 4, 5], 12) == [[0, 1, 2]]
+    assert len(pack([3, 4, 5], 11)) == 2
+
+
+def test_pack_refuses_a_sample_longer_than_the_budget_and_names_both():
+    assert pack([8], 8) == [[0]]
+    with pytest.raises(ValueError, match="sample of 9 tokens does not fit max_tokens_per_microbatch=8"):
+        pack([3, 9, 2], 8)

@@ -1,0 +1,148 @@
+"""Run by conftest.py under torchrun on four processes: what needs peers, without any model.
+
+    torchrun --nproc-per-node 4 collective_probe.py OUT
+
+leaves OUT/heads-RANK.pt, OUT/transport-RANK.pt and OUT/missing-RANK.pt.
+"""
+
+import os
+import socket
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from tensordict import TensorDict
+
+from grpo.batch import jagged, make_batch, select
+from workers.dispatch import Worker, dispatched
+from workers.parallel.logprobs import head_logprobs
+from workers.parallel.mesh import join, make_layout, pick_device
+
+FIELDS = ("tokens", "response_mask", "old_logprobs", "exact", "group", "rewards", "precise", "truncated")
+PATIENCE = 3.0
+
+
+def head_problem(count: int = 37, hidden: int = 16, vocab: int = 48, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Hidden states, a head, targets all over the vocabulary, and a random weight of every result."""
+    random = torch.Generator().manual_seed(seed)
+    return {
+        "hidden": torch.randn(count, hidden, generator=random),
+        "weight": 0.3 * torch.randn(vocab, hidden, generator=random),
+        "targets": torch.randint(0, vocab, (count,), generator=random),
+        "of_logprobs": torch.randn(count, generator=random),
+        "of_entropy": torch.randn(count, generator=random),
+    }
+
+
+def every_dtype() -> TensorDict:
+    """Eleven rows with jagged and dense fields of every type; odd numbers of bytes lie before each wide field."""
+    random = torch.Generator().manual_seed(3)
+    lengths = [5, 1, 3, 8, 2, 7, 1, 4, 9, 6, 3]
+    return make_batch(
+        {
+            "truncated": torch.rand(11, generator=random) < 0.5,
+            "precise": torch.rand(11, generator=random, dtype=torch.float64),
+            "response_mask": jagged([torch.rand(n, generator=random) < 0.5 for n in lengths]),
+            "tokens": jagged([torch.randint(-(2**62), 2**62, (n,), generator=random) for n in lengths]),
+            "group": torch.arange(11) + 2**40,
+            "old_logprobs": jagged([torch.randn(n, generator=random) for n in lengths]),
+            "rewards": torch.randn(11, generator=random),
+            "exact": jagged([torch.randn(n, generator=random, dtype=torch.float64) for n in lengths]),
+            "left_here": torch.arange(11),
+        }
+    )
+
+
+class Echo(Worker):
+    """Answers with what it was given."""
+
+    @dispatched(*FIELDS)
+    def back(self, batch, times: int = 1):
+        self.given = batch
+        rows = [row for row in range(len(batch)) for _ in range(times)]
+        answer = select(batch, rows)
+        answer["answer"] = torch.arange(times).repeat(len(batch))
+        return answer
+
+    @dispatched("tokens")
+    def part(self, batch):
+        return {"part": self.layout.part, "rows": len(batch)}
+
+    @dispatched("tokens")
+    def silent(self, batch, who: int):
+        if dist.get_rank() == who:
+            time.sleep(1.5 * PATIENCE)
+            raise TimeoutError("never answers")
+        return batch
+
+
+def heads() -> dict[int, dict[str, torch.Tensor]]:
+    """The head cut over 2 and over 4 processes: results of this rank, its gradients, and where its slice begins."""
+    results = {}
+    for size in (2, 4):
+        groups = [dist.new_group(list(range(start, start + size))) for start in range(0, 4, size)]
+        group, place = groups[dist.get_rank() // size], dist.get_rank() % size
+        given = head_problem()
+        count = len(given["weight"]) // size
+        hidden = given["hidden"].requires_grad_()
+        weight = given["weight"][place * count : (place + 1) * count].clone().requires_grad_()
+        logprobs, entropy = head_logprobs(hidden, weight, given["targets"], 0.7, place * count, group, chunk=8)
+        (logprobs @ given["of_logprobs"] + entropy @ given["of_entropy"]).backward()
+        results[size] = {
+            "logprobs": logprobs.detach(),
+            "entropy": entropy.detach(),
+            "hidden": hidden.grad,
+            "weight": weight.grad,
+            "first": place * count,
+        }
+    return results
+
+
+def transport() -> dict[int, dict]:
+    """An echo on four parts, and on two parts of two peers each."""
+    results = {}
+    for slices in (1, 2):
+        worker = Echo(make_layout(pick_device("cpu"), 1, slices))
+        batch = every_dtype() if dist.get_rank() == 0 else None
+        results[slices] = {"once": worker.back(batch), "given": worker.given}
+        results[slices] |= {"thrice": worker.back(batch, times=3), "part": worker.part(batch)}
+    return results
+
+
+def missing() -> list[str]:
+    """This rank's errors where first rank 1 does not answer, and then the controller does not send."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = torch.tensor(free.getsockname()[1])
+    dist.broadcast(port, 0)
+    dist.destroy_process_group()
+    # The store of the first group still holds its addresses.
+    os.environ |= {"MASTER_PORT": str(int(port)), "TORCHELASTIC_USE_AGENT_STORE": "False"}
+    join(pick_device("cpu"), PATIENCE)
+    worker = Echo(make_layout(pick_device("cpu"), 1, 1))
+    batch = every_dtype() if dist.get_rank() == 0 else None
+    errors = []
+    for silent in (1, 0):
+        try:
+            if dist.get_rank() == silent == 0:
+                time.sleep(PATIENCE)
+            else:
+                worker.silent(batch, silent)
+        except (RuntimeError, TimeoutError) as error:
+            errors.append(str(error))
+    return errors
+
+
+def main() -> None:
+    out = Path(sys.argv[1])
+    join(pick_device("cpu"), 60.0)
+    rank = dist.get_rank()
+    torch.save(heads(), out / f"heads-{rank}.pt")
+    torch.save(transport(), out / f"transport-{rank}.pt")
+    torch.save(missing(), out / f"missing-{rank}.pt")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""What the tests of the workers share: a process group of one, a tiny model, and one launch of four processes."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+
+from examples.countdown import make_model
+from workers.parallel.mesh import Layout, join, make_layout, pick_device
+from workers.parallel.policy import ModelConfig
+
+
+@pytest.fixture(scope="session")
+def layout() -> Iterator[Layout]:
+    """The layout of this process alone, in the process group that is there or in one of its own."""
+    device, joined = pick_device("cpu"), dist.is_initialized()
+    if not joined:
+        join(device, 60.0)
+    yield make_layout(device, 1, 1)
+    if not joined:
+        dist.destroy_process_group()
+
+
+@pytest.fixture(scope="session")
+def hf_model() -> transformers.PreTrainedModel:
+    """A qwen3 of two layers with two query heads to a key head; treat as read-only."""
+    model = make_model("qwen3", hidden=32, layers=2, heads=4, kv_heads=2, feed_forward=48, vocab=117, tied=True, seed=5)
+    return model.eval()
+
+
+@pytest.fixture(scope="session")
+def model_config(hf_model, tmp_path_factory) -> ModelConfig:
+    folder = tmp_path_factory.mktemp("tiny") / "model"
+    hf_model.save_pretrained(folder)
+    return ModelConfig(path=str(folder))
+
+
+@pytest.fixture(scope="session")
+def four_processes(tmp_path_factory) -> dict:
+    """What collective_probe.py saw on each of four processes."""
+    out = tmp_path_factory.mktemp("collective")
+    probe = Path(__file__).with_name("collective_probe.py")
+    subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", str(probe), str(out)],
+        check=True,
+        timeout=120,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        cwd=Path(__file__).parents[2],
+    )
+    return {
+        name: [torch.load(out / f"{name}-{rank}.pt", weights_only=False) for rank in range(4)]
+        for name in ("heads", "transport", "missing")
+    }

@@ -1,0 +1,270 @@
+"""The actor: the same update however it is cut, as many updates as were asked for, with the gradient it says."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from grpo.batch import jagged, lengths_of, make_batch
+from grpo.config import ConfigError
+from grpo.losses import AlgorithmConfig
+from grpo.packing import pack
+from workers import actor as actor_module
+from workers.actor import ActorConfig, ActorWorker, clip_gradients, learning_rate, microbatches
+
+
+@pytest.fixture
+def make_actor(layout, model_config):
+    def make(algorithm=None, **settings):
+        config = ActorConfig(**{"learning_rate": 1e-2, "max_tokens_per_microbatch": 64} | settings)
+        worker = ActorWorker(model_config, config, algorithm or AlgorithmConfig(), layout, 0.8, 10)
+        # With Adam's usual epsilon the rounding of a gradient near 0 decides the sign of a whole step.
+        worker.optimizer.param_groups[0]["eps"] = 1e-3
+        return worker
+
+    return make
+
+
+def batch_of(groups=6, size=2, seed=0):
+    """`size` samples of each group, of 5 to 20 tokens, whose rows tell them apart."""
+    random = torch.Generator().manual_seed(seed)
+    count = groups * size
+    lengths = torch.randint(5, 21, (count,), generator=random).tolist()
+    mask = [torch.arange(n) >= 3 for n in lengths]
+    return make_batch(
+        {
+            "tokens": jagged([torch.randint(2, 117, (n,), generator=random) for n in lengths]),
+            "response_mask": jagged(mask),
+            "rollout_logprobs": jagged(
+                [-torch.rand(n, generator=random) * m for n, m in zip(lengths, mask, strict=True)]
+            ),
+            "advantages": jagged([torch.randn(1, generator=random) * m for m in mask]),
+            "group": torch.arange(count) % groups * 10 + 3,
+            "row": torch.arange(count),
+        }
+    )
+
+
+def weights_of(worker):
+    return torch.cat([p.detach().full_tensor().flatten() for p in worker.policy.parameters()])
+
+
+# learning rate
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ("constant", [0.25, 0.5, 0.75, 1.0, 1.0, 1.0, 1.0, 1.0]),
+        ("linear", [0.25, 0.5, 0.75, 1.0, 0.775, 0.55, 0.325, 0.1]),
+        ("cosine", [0.25, 0.5, 0.75, 1.0, *(0.1 + 0.45 * (1 + math.cos(math.pi * x / 4)) for x in (1, 2, 3, 4))]),
+    ],
+)
+def test_the_rate_warms_up_and_then_follows_its_schedule(schedule, expected):
+    config = ActorConfig(learning_rate=2e-3, warmup_updates=3, schedule=schedule, final_learning_rate=0.1)
+    rates = [learning_rate(config, update, 7) for update in range(8)]
+    assert rates == pytest.approx([2e-3 * share for share in expected])
+
+
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
+def test_the_rate_begins_at_its_highest_without_warm_up_and_stays_at_its_end(schedule):
+    config = ActorConfig(learning_rate=1.0, schedule=schedule, final_learning_rate=0.2)
+    assert learning_rate(config, 0, 10) == 1.0
+    assert learning_rate(config, 10, 10) == pytest.approx(1.0 if schedule == "constant" else 0.2)
+    assert learning_rate(config, 25, 10) == learning_rate(config, 10, 10)
+
+
+def test_a_run_no_longer_than_its_warm_up_has_a_rate():
+    config = ActorConfig(learning_rate=1.0, warmup_updates=5, schedule="cosine")
+    assert [learning_rate(config, update, 5) for update in (0, 4)] == pytest.approx([1 / 6, 5 / 6])
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"schedule": "cosin"}, "actor.schedule='cosin'.*constant, linear, cosine"),
+        ({"learning_rate": 0.0}, "actor.learning_rate=0.0 must be above 0"),
+        ({"tensor_parallel": 0}, "actor.tensor_parallel=0"),
+        ({"betas": [0.9]}, "actor.betas"),
+        ({"betas": [0.9, 1.0]}, "actor.betas"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_by_name(settings, says):
+    ActorConfig().check()
+    with pytest.raises(ConfigError, match=says):
+        ActorConfig(**settings).check()
+
+
+# micro-batches and minibatches
+
+
+@pytest.mark.parametrize("budget", [20, 50, 1000])
+def test_microbatches_hold_every_sample_once_within_the_budget(layout, budget):
+    batch = batch_of()
+    micros = list(microbatches(batch, budget, layout))
+    assert sorted(row for micro in micros for row in micro.rows) == list(range(12))
+    assert len(micros) == len(pack(lengths_of(batch["tokens"]), budget))
+    for micro in micros:
+        assert sum(micro.lengths) <= budget
+        for name in ("tokens", "response_mask", "rollout_logprobs", "advantages"):
+            expected = torch.cat([batch[name].unbind()[row] for row in micro.rows])
+            assert torch.equal(micro[name], expected), name
+        assert micro.get("old_logprobs") is None
+
+
+def test_a_part_with_less_work_makes_as_many_passes_and_the_surplus_ones_learn_nothing(layout, monkeypatch):
+    monkeypatch.setattr(dist, "all_reduce", lambda count, **_: count.fill_(15))
+    batch = batch_of()
+    micros = list(microbatches(batch, 1000, layout))
+    assert len(micros) == 15
+    assert sorted(row for micro in micros for row in micro.rows) == list(range(12))
+    for micro in micros:
+        assert len(micro.lengths) == 1
+        assert micro["response_mask"].any() == bool(micro.rows)
+    assert batch["response_mask"].unbind()[0].any()
+
+
+def minibatch_rows(worker, batch, epoch=0):
+    return [minibatch["row"].tolist() for minibatch in worker._minibatches(batch, epoch)]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 6])
+def test_minibatches_are_whole_groups_and_cover_each_sample_once(make_actor, count):
+    worker, batch = make_actor(AlgorithmConfig(prompts_per_step=6, minibatches_per_step=count)), batch_of()
+    rows = minibatch_rows(worker, batch)
+    assert len(rows) == count
+    assert sorted(row for minibatch in rows for row in minibatch) == list(range(12))
+    for minibatch in rows:
+        assert len(minibatch) == 12 // count
+        assert {row % 6 for row in minibatch} == {row % 6 for row in minibatch if row >= 6}
+    # Every process must make the same number of updates.
+    assert list(worker._minibatches(None, 0)) == [None] * count
+
+
+def test_minibatches_depend_on_the_version_and_the_epoch_alone(make_actor):
+    algorithm, batch = AlgorithmConfig(prompts_per_step=6, minibatches_per_step=3), batch_of()
+    worker, other = make_actor(algorithm), make_actor(algorithm)
+    first = minibatch_rows(worker, batch)
+    torch.manual_seed(99)
+    assert minibatch_rows(other, batch) == first
+    drawn = [minibatch_rows(worker, batch, epoch) for epoch in range(5)]
+    worker.version = 1
+    drawn += [minibatch_rows(worker, batch, epoch) for epoch in range(5)]
+    assert len({str(rows) for rows in drawn}) > 6
+    other.version = 1
+    assert minibatch_rows(other, batch_of(seed=1), 4) == drawn[-1]
+
+
+# updates
+
+
+@pytest.mark.parametrize(("minibatches", "epochs"), [(1, 1), (3, 1), (1, 2), (2, 3)])
+def test_a_step_makes_minibatches_times_epochs_updates_and_one_version(make_actor, minibatches, epochs):
+    algorithm = AlgorithmConfig(prompts_per_step=6, minibatches_per_step=minibatches, epochs_per_step=epochs)
+    worker, steps = make_actor(algorithm, schedule="linear"), []
+    worker.optimizer.register_step_post_hook(lambda *_: steps.append(worker.optimizer.param_groups[0]["lr"]))
+    batch = batch_of()
+    batch["old_logprobs"] = worker.compute_logprobs(batch)["old_logprobs"]
+    metrics = worker.update(batch)
+    count = minibatches * epochs
+    assert steps == pytest.approx([1e-2 * (1 - update / 10) for update in range(count)])
+    assert metrics["learning_rate"] == pytest.approx(sum(steps) / count)
+    assert (worker.updates, worker.version) == (count, 1)
+    assert metrics["tokens/response"] == pytest.approx(float(batch["response_mask"].values().sum()) / minibatches)
+
+
+def test_the_update_does_not_depend_on_how_the_batch_was_cut(make_actor, monkeypatch):
+    results = []
+    for budget, surplus in ((1000, 0), (45, 0), (20, 0), (1000, 14)):
+        with monkeypatch.context() as patch:
+            if surplus:
+                patch.setattr(actor_module, "pack", lambda lengths, most, **_: pack(lengths, most, at_least=14))
+            worker = make_actor(AlgorithmConfig(entropy_coefficient=0.1), max_tokens_per_microbatch=budget)
+            before = weights_of(worker)
+            results.append((worker.update(batch_of()), weights_of(worker) - before))
+    metrics, change = results[0]
+    assert change.abs().max() > 1e-3
+    for other_metrics, other_change in results[1:]:
+        torch.testing.assert_close(other_change, change, rtol=0, atol=1e-3 * float(change.abs().max()))
+        assert other_metrics == pytest.approx(metrics, rel=1e-4)
+
+
+def test_an_update_learns_from_the_sign_of_the_advantage(make_actor):
+    worker, batch = make_actor(learning_rate=1e-3), batch_of()
+    before = worker.compute_logprobs(batch)["old_logprobs"].values()
+    worker.update(batch)
+    change = worker.compute_logprobs(batch)["old_logprobs"].values() - before
+    assert (change * batch["advantages"].values()).sum() > 0
+
+
+def test_without_advantages_nothing_changes(make_actor):
+    worker, batch = make_actor(), batch_of()
+    batch["advantages"].values().zero_()
+    before = weights_of(worker)
+    assert worker.update(batch)["grad_norm"] == 0
+    assert torch.equal(weights_of(worker), before)
+
+
+@pytest.mark.parametrize("method", ["update", "imitate"])
+def test_a_batch_without_response_tokens_is_refused(make_actor, method):
+    worker, batch = make_actor(), batch_of()
+    batch["response_mask"].values().zero_()
+    before = weights_of(worker)
+    with pytest.raises(ValueError, match="no response tokens"):
+        getattr(worker, method)(batch)
+    assert torch.equal(weights_of(worker), before)
+    assert worker.updates == 0
+
+
+def test_imitation_makes_what_it_imitates_more_likely(make_actor):
+    worker, batch = make_actor(), batch_of()
+    losses = [worker.imitate(batch)["loss"] for _ in range(4)]
+    assert losses == sorted(losses, reverse=True)
+    logprobs = worker.compute_logprobs(batch)["old_logprobs"].values()
+    assert worker.imitate(batch)["loss"] == pytest.approx(
+        -float(logprobs.sum() / batch["response_mask"].values().sum())
+    )
+
+
+def test_logprobs_come_in_the_order_of_the_rows_under_the_name_asked_for(make_actor):
+    batch = batch_of()
+    whole = make_actor(max_tokens_per_microbatch=1000).compute_logprobs(batch, "some_name")
+    assert set(whole.keys()) == {"some_name"}
+    cut = make_actor(max_tokens_per_microbatch=20).compute_logprobs(batch, "some_name")
+    assert lengths_of(cut["some_name"]) == lengths_of(batch["tokens"])
+    torch.testing.assert_close(cut["some_name"].values(), whole["some_name"].values(), rtol=1e-5, atol=1e-5)
+    assert not (whole["some_name"].values() * ~batch["response_mask"].values()).any()
+
+
+# gradient clipping
+
+
+@pytest.mark.parametrize("longest", [1e-3, 0.5, 1e6])
+def test_clipping_is_that_of_torch_on_one_process(make_actor, layout, longest):
+    worker, random = make_actor(), torch.Generator().manual_seed(4)
+    plain = []
+    for parameter in worker.parameters[:-1]:
+        gradient = torch.randn(parameter.shape, generator=random)
+        parameter.grad = DTensor.from_local(gradient.clone(), parameter.device_mesh, parameter.placements)
+        plain.append(torch.nn.Parameter(torch.zeros(parameter.shape)))
+        plain[-1].grad = gradient
+    expected = torch.nn.utils.clip_grad_norm_(plain, longest)
+    norm = clip_gradients(worker.parameters, longest, layout)
+    assert float(norm) == pytest.approx(float(expected))
+    for parameter, reference in zip(worker.parameters[:-1], plain, strict=True):
+        torch.testing.assert_close(parameter.grad.to_local(), reference.grad, rtol=1e-5, atol=0)
+    assert worker.parameters[-1].grad is None
+
+
+def test_an_update_is_clipped_but_reports_the_whole_norm(make_actor):
+    free, clipped = make_actor(max_grad_norm=1e6), make_actor(max_grad_norm=1e-3)
+    metrics = [worker.update(batch_of()) for worker in (free, clipped)]
+    assert metrics[0]["grad_norm"] == pytest.approx(metrics[1]["grad_norm"])
+    means = [
+        torch.cat([worker.optimizer.state[p]["exp_avg"].full_tensor().flatten() for p in worker.parameters])
+        for worker in (free, clipped)
+    ]
+    assert float(means[0].norm()) == pytest.approx(0.1 * metrics[0]["grad_norm"], rel=1e-4)
+    assert float(means[1].norm()) == pytest.approx(0.1 * 1e-3, rel=1e-3)

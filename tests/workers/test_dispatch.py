@@ -1,0 +1,76 @@
+"""Rows to the workers and back: nothing changed, nothing lost, in order; and a missing peer is an error."""
+
+import pytest
+import torch
+
+from grpo.batch import select
+from grpo.packing import balance
+from tests.workers.collective_probe import FIELDS, Echo, every_dtype
+
+
+def assert_same(batch, expected, but=()):
+    assert set(batch.keys()) - set(but) == set(expected.keys())
+    assert len(batch) == len(expected)
+    for name, field in expected.items():
+        assert batch[name].dtype == field.dtype, name
+        assert batch[name].is_nested == field.is_nested, name
+        for ours, theirs in zip(batch[name].unbind(), field.unbind(), strict=True):
+            assert torch.equal(ours, theirs), name
+
+
+@pytest.fixture(scope="session")
+def sent():
+    """What travels of the batch."""
+    batch = every_dtype()
+    del batch["left_here"]
+    assert set(batch.keys()) == set(FIELDS)
+    return batch
+
+
+@pytest.mark.parametrize("slices", [1, 2])
+def test_every_type_comes_back_bit_for_bit_in_order_on_the_controller_alone(slices, four_processes, sent):
+    first, *others = (results[slices]["once"] for results in four_processes["transport"])
+    assert_same(first, sent, but=["answer"])
+    assert others == [None] * 3
+
+
+@pytest.mark.parametrize("slices", [1, 2])
+def test_k_answers_to_a_row_stand_side_by_side_in_the_order_of_the_rows(slices, four_processes, sent):
+    answers = four_processes["transport"][0][slices]["thrice"]
+    assert answers["answer"].tolist() == [0, 1, 2] * 11
+    assert_same(answers, select(sent, [row for row in range(11) for _ in range(3)]), but=["answer"])
+
+
+@pytest.mark.parametrize("slices", [1, 2])
+def test_parts_are_token_balanced_and_the_peers_of_a_part_get_the_same_rows(slices, four_processes, sent):
+    plan = balance(sent["tokens"].offsets().diff().tolist(), 4 // slices)
+    for rank, results in enumerate(four_processes["transport"]):
+        assert_same(results[slices]["given"], select(sent, plan[rank // slices]))
+        assert results[slices]["part"] == {"part": rank // slices, "rows": len(plan[rank // slices])}
+
+
+def test_the_controller_names_the_method_and_the_rank_that_did_not_finish(four_processes):
+    (error,) = four_processes["missing"][0]
+    assert error.startswith("The controller waited for rank 1 to finish Echo.silent")
+
+
+def test_every_rank_names_the_method_whose_rows_did_not_come(four_processes):
+    for rank in (1, 2, 3):
+        error = four_processes["missing"][rank][-1]
+        assert error.startswith(f"Rank {rank} waited for its rows of Echo.silent from the controller")
+
+
+def test_one_process_works_on_the_batch_itself(layout, sent):
+    worker = Echo(layout)
+    assert_same(worker.back(every_dtype()), sent, but=["answer"])
+    assert set(worker.given.keys()) == set(FIELDS)
+    assert worker.given["tokens"].values().dtype == torch.int64
+    assert worker.part(every_dtype()) == {"part": 0, "rows": 11}
+
+
+def test_a_field_that_the_batch_lacks_is_left_out(layout):
+    batch = every_dtype()
+    del batch["rewards"]
+    worker = Echo(layout)
+    worker.back(batch)
+    assert set(worker.given.keys()) == set(FIELDS) - {"rewards"}

@@ -1,0 +1,93 @@
+"""The head against the full softmax in float64, whole and cut over processes."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.workers.collective_probe import head_problem
+from workers.parallel.logprobs import head_logprobs
+
+
+def full_softmax(given, temperature):
+    """logprobs, entropy and the gradients of their weighted sum to hidden and weight, all in float64."""
+    hidden = given["hidden"].detach().double().requires_grad_()
+    weight = given["weight"].detach().double().requires_grad_()
+    logp = torch.log_softmax(hidden @ weight.T / temperature, dim=-1)
+    logprobs = logp[torch.arange(len(hidden)), given["targets"]]
+    entropy = -(logp.exp() * logp).sum(-1)
+    (logprobs @ given["of_logprobs"].double() + entropy @ given["of_entropy"].double()).backward()
+    return {"logprobs": logprobs.detach(), "entropy": entropy.detach(), "hidden": hidden.grad, "weight": weight.grad}
+
+
+def ours(given, temperature, **settings):
+    hidden = given["hidden"].clone().requires_grad_()
+    weight = given["weight"].clone().requires_grad_()
+    logprobs, entropy = head_logprobs(hidden, weight, given["targets"], temperature, **settings)
+    (logprobs @ given["of_logprobs"] + entropy @ given["of_entropy"]).backward()
+    return {"logprobs": logprobs.detach(), "entropy": entropy.detach(), "hidden": hidden.grad, "weight": weight.grad}
+
+
+def assert_agree(result, expected, tolerance=1e-5):
+    for name, value in expected.items():
+        assert result[name].dtype == torch.float32
+        torch.testing.assert_close(result[name].double(), value, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 1.7])
+@pytest.mark.parametrize("chunk", [1, 5, 36, 37, 2048])
+def test_values_and_gradients_are_those_of_the_full_softmax(temperature, chunk):
+    given = head_problem()
+    assert_agree(ours(given, temperature, chunk=chunk), full_softmax(given, temperature))
+
+
+@pytest.mark.parametrize("alone", ["of_logprobs", "of_entropy"])
+def test_each_result_has_its_own_gradient(alone):
+    given = head_problem(seed=1)
+    for name in {"of_logprobs", "of_entropy"} - {alone}:
+        given[name] = torch.zeros_like(given[name])
+    assert_agree(ours(given, 0.7, chunk=10), full_softmax(given, 0.7))
+
+
+def test_large_logits_do_not_overflow():
+    given = head_problem()
+    given["hidden"] = given["hidden"] * 300
+    result, expected = ours(given, 1.0, chunk=10), full_softmax(given, 1.0)
+    assert expected["logprobs"].min() < -500
+    for name in ("logprobs", "entropy", "hidden"):
+        torch.testing.assert_close(result[name].double(), expected[name], rtol=1e-4, atol=2e-3)
+
+
+def test_no_tokens_give_no_results_and_zero_gradients():
+    result = ours(head_problem(count=0), 1.0)
+    assert result["logprobs"].shape == result["entropy"].shape == (0,)
+    assert result["logprobs"].dtype == torch.float32
+    assert result["hidden"].shape == (0, 16)
+    assert torch.equal(result["weight"], torch.zeros(48, 16))
+
+
+def test_the_logits_of_all_tokens_are_never_held_at_once():
+    held = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            held.append(result.numel() if isinstance(result, torch.Tensor) else 0)
+            return result
+
+    with Watch():
+        ours(head_problem(count=200, vocab=500), 1.0, chunk=10)
+    assert max(held) < 2 * 500 * 16  # the head itself; 200 tokens' logits would be 100000
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_head_cut_over_processes_answers_as_the_whole_one(size, four_processes):
+    expected = full_softmax(head_problem(), 0.7)
+    for rank, results in enumerate(four_processes["heads"]):
+        result = results[size]
+        count = 48 // size
+        assert result.pop("first") == rank % size * count
+        own = slice(rank % size * count, (rank % size + 1) * count)
+        assert_agree(result, expected | {"weight": expected["weight"][own]})
+        # Ranks that disagree in the last bit would drift apart.
+        for name in ("logprobs", "entropy", "hidden"):
+            assert torch.equal(result[name], four_processes["heads"][rank // size * size][size][name]), name

@@ -1,0 +1,177 @@
+"""Who owns the memory, and that nothing is ever sampled or learned from other weights than it says."""
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from grpo.batch import jagged, lengths_of, make_batch
+from grpo.losses import AlgorithmConfig
+from workers.actor import ActorConfig, ActorWorker
+from workers.engines.torch_engine import TorchEngine
+from workers.rollout import RolloutConfig, RolloutWorker
+from workers.sharding import ShardingManager, State
+
+
+class WatchedEngine(TorchEngine):
+    """Counts the transfers, and breaks one off after `fails_after` weights where that is set."""
+
+    transfers = 0
+    fails_after: int | None = None
+
+    def update_weights(self, weights):
+        self.transfers += 1
+
+        def until_it_fails():
+            for count, weight in enumerate(weights):
+                if count == self.fails_after:
+                    raise ConnectionError("lost on the way")
+                yield weight
+
+        super().update_weights(until_it_fails())
+
+
+@pytest.fixture
+def sharding(layout, model_config):
+    actor = ActorWorker(model_config, ActorConfig(learning_rate=1e-2), AlgorithmConfig(), layout, 1.0, 10)
+    engine = WatchedEngine(model_config, layout.device)
+    rollout = RolloutWorker(RolloutConfig(max_response_tokens=5), engine, layout, (1,), seed=3)
+    return ShardingManager(actor, rollout)
+
+
+@pytest.fixture
+def prompts():
+    return make_batch({"tokens": jagged([torch.tensor([5, 6, 7]), torch.tensor([8])])})
+
+
+def rollout(sharding, prompts):
+    with sharding.serving():
+        return sharding.rollout.generate(prompts, 2)
+
+
+def learn(sharding, batch):
+    """One step with advantages that change the weights."""
+    batch["group"] = torch.arange(len(batch)) // 2
+    mask = batch["response_mask"]
+    signs = torch.tensor([1.0, -1.0]).repeat(len(batch) // 2).repeat_interleave(torch.tensor(lengths_of(mask)))
+    batch["advantages"] = torch.nested.nested_tensor_from_jagged(signs * mask.values(), mask.offsets())
+    return sharding.actor.update(batch)
+
+
+def assert_engine_has_the_actors_weights(sharding):
+    sent = dict(sharding.weights())
+    assert sent.keys() == sharding.rollout.engine.weights.keys()
+    assert all(torch.equal(sharding.rollout.engine.weights[name], tensor) for name, tensor in sent.items())
+
+
+def test_inside_the_block_the_engine_serves_the_actors_weights_and_after_it_sleeps(sharding, hf_model):
+    engine = sharding.rollout.engine
+    assert sharding.state is State.TRAINING
+    with sharding.serving():
+        assert sharding.state is State.SERVING
+        assert engine.serving
+        assert_engine_has_the_actors_weights(sharding)
+    assert sharding.state is State.TRAINING
+    assert not engine.serving
+    assert all(torch.equal(engine.weights[name], tensor) for name, tensor in hf_model.named_parameters())
+
+
+def test_serving_inside_serving_is_refused_and_the_outer_block_goes_on(sharding, prompts):
+    with sharding.serving():
+        with pytest.raises(RuntimeError, match="entered twice"), sharding.serving():
+            pass
+        assert len(sharding.rollout.generate(prompts, 1)) == 2
+    assert sharding.state is State.TRAINING
+
+
+def test_the_engine_sleeps_after_a_block_that_raises(sharding, prompts):
+    with pytest.raises(KeyError, match="inside"), sharding.serving():
+        raise KeyError("inside")
+    assert sharding.state is State.TRAINING
+    assert not sharding.rollout.engine.serving
+    assert len(rollout(sharding, prompts)) == 4
+
+
+def test_outside_the_block_nothing_is_generated(sharding, prompts):
+    with pytest.raises(RuntimeError, match="asleep"):
+        sharding.rollout.generate(prompts, 1)
+    rollout(sharding, prompts)
+    with pytest.raises(RuntimeError, match="asleep"):
+        sharding.rollout.generate(prompts, 1)
+
+
+def test_weights_travel_once_a_version(sharding, prompts):
+    engine = sharding.rollout.engine
+    batch = rollout(sharding, prompts)
+    whole = sum(4 * weight.numel() for weight in engine.weights.values())
+    assert (engine.transfers, sharding.bytes) == (1, whole)
+    rollout(sharding, prompts)
+    assert (engine.transfers, sharding.bytes) == (1, 0)
+    before = {name: weight.clone() for name, weight in engine.weights.items()}
+    learn(sharding, batch)
+    rollout(sharding, prompts)
+    assert (engine.transfers, sharding.bytes) == (2, whole)
+    assert_engine_has_the_actors_weights(sharding)
+    assert any(not torch.equal(before[name], weight) for name, weight in engine.weights.items())
+
+
+def test_samples_carry_the_version_of_their_weights(sharding, prompts):
+    first = rollout(sharding, prompts)
+    learn(sharding, first)
+    second = rollout(sharding, prompts)
+    assert first["version"].tolist() == [0] * 4
+    assert second["version"].tolist() == [1] * 4
+
+
+def test_a_stale_batch_is_refused_and_both_versions_are_named(sharding, prompts):
+    batch = rollout(sharding, prompts)
+    sharding.expect_current(batch)
+    sharding.expect_current(None)
+    learn(sharding, batch)
+    with pytest.raises(RuntimeError, match=r"version \[0\], and the actor is at 1: .* stale"):
+        sharding.expect_current(batch)
+    sharding.expect_current(rollout(sharding, prompts))
+
+
+def test_a_batch_of_two_versions_is_refused(sharding):
+    with pytest.raises(RuntimeError, match=r"version \[0, 1\], and the actor is at 0"):
+        sharding.expect_current(make_batch({"version": torch.tensor([0, 1, 0])}))
+
+
+@pytest.mark.parametrize("before", [0, 1])
+def test_what_a_half_updated_engine_samples_is_refused(sharding, prompts, before):
+    engine = sharding.rollout.engine
+    for _ in range(before):
+        learn(sharding, rollout(sharding, prompts))
+    engine.fails_after = 3
+    with pytest.raises(ConnectionError), sharding.serving():
+        pytest.fail("the block was entered with half of the weights")
+    assert sharding.rollout.version == -1
+    with pytest.raises(RuntimeError, match="asleep"):
+        sharding.rollout.generate(prompts, 1)
+    engine.wake()
+    batch = sharding.rollout.generate(prompts, 1)
+    assert batch["version"].tolist() == [-1, -1]
+    with pytest.raises(RuntimeError, match=rf"version \[-1\], and the actor is at {before}"):
+        sharding.expect_current(batch)
+
+
+def test_reading_logprobs_leaves_the_master_weights_in_place(layout, hf_model, model_config, prompts):
+    # In bfloat16 the copies gathered for computing differ from the masters.
+    model_config = type(model_config)(path=model_config.path, dtype="bfloat16")
+    actor = ActorWorker(model_config, ActorConfig(), AlgorithmConfig(), layout, 1.0, 10)
+    rollout = RolloutWorker(RolloutConfig(), TorchEngine(model_config, layout.device), layout, (1,), seed=3)
+    tokens = jagged([torch.tensor([5, 6, 7, 8]), torch.tensor([9, 10])])
+    mask = jagged([torch.tensor([False, False, True, True]), torch.tensor([False, True])])
+    actor.compute_logprobs(make_batch({"tokens": tokens, "response_mask": mask}))
+    assert all(isinstance(parameter, DTensor) for parameter in actor.policy.parameters())
+    sent = dict(ShardingManager(actor, rollout).weights())
+    for name, tensor in hf_model.named_parameters():
+        assert sent[name].dtype == torch.float32
+        assert torch.equal(sent[name], tensor), name
+
+
+def test_weights_that_are_not_the_masters_are_never_sent(sharding):
+    sharding.actor.policy.unshard()
+    with pytest.raises(AssertionError, match="is not sharded"):
+        dict(sharding.weights())
+    sharding.actor.policy.reshard()

@@ -1,0 +1,203 @@
+"""The embedded engine: it samples what it says it samples, from exactly the weights it was given."""
+
+import dataclasses
+
+import pytest
+import torch
+import transformers
+
+from workers.engines.protocol import Sampling
+from workers.engines.torch_engine import TorchEngine
+
+PROMPTS = [[5, 6, 7], [9], [20, 30, 40, 50, 60, 70, 80], [5, 6], [100, 3, 100, 3]]
+SAMPLING = Sampling(temperature=0.7, top_p=1.0, top_k=0, max_new_tokens=12, stop=(), seed=1)
+
+
+@pytest.fixture
+def engine(hf_model, model_config):
+    engine = TorchEngine(model_config, torch.device("cpu"))
+    engine.wake_weights()
+    engine.update_weights(hf_model.named_parameters())
+    engine.wake()
+    return engine
+
+
+def sampling(**changes):
+    return dataclasses.replace(SAMPLING, **changes)
+
+
+def tokens_of(answers):
+    return [[response.tokens for response in responses] for responses in answers]
+
+
+def transformers_logprobs(hf_model, prompt, tokens, temperature):
+    """log-probabilities [len(tokens), vocabulary] under a forward pass over the whole sequence."""
+    with torch.no_grad():
+        logits = hf_model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+    return (logits.double() / temperature).log_softmax(-1)
+
+
+def transformers_greedy(hf_model, prompt, stop, most):
+    settings = transformers.GenerationConfig(do_sample=False, max_new_tokens=most, eos_token_id=stop, pad_token_id=0)
+    # Beside the settings given, those of the model itself would count.
+    assert hf_model.generation_config.top_k == 0
+    ids = torch.tensor([prompt])
+    return hf_model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)[0, len(prompt) :]
+
+
+def test_greedy_tokens_are_those_of_transformers_for_ragged_prompts_and_stops(engine, hf_model):
+    free = [row[0] for row in tokens_of(engine.generate(PROMPTS, 1, sampling(temperature=0)))]
+    stop = (free[0][4], free[2][7])
+    answers = engine.generate(PROMPTS, 1, sampling(temperature=0, stop=stop))
+    for prompt, unstopped, (answer,) in zip(PROMPTS, free, answers, strict=True):
+        assert unstopped == transformers_greedy(hf_model, prompt, None, 12).tolist()
+        assert answer.tokens == transformers_greedy(hf_model, prompt, list(stop), 12).tolist()
+    assert len({len(answer.tokens) for (answer,) in answers}) > 2
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.5])
+def test_logprobs_are_those_of_a_forward_pass_at_the_temperature(engine, hf_model, temperature):
+    answers = engine.generate(PROMPTS, 3, sampling(temperature=temperature, stop=tuple(range(40, 60))))
+    assert len({len(response.tokens) for responses in answers for response in responses}) > 3
+    for prompt, responses in zip(PROMPTS, answers, strict=True):
+        assert len(responses) == 3
+        for response in responses:
+            logp = transformers_logprobs(hf_model, prompt, response.tokens, temperature)
+            expected = logp[torch.arange(len(response.tokens)), response.tokens]
+            torch.testing.assert_close(torch.tensor(response.logprobs).double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_greedy_logprobs_are_those_at_temperature_one(engine, hf_model):
+    (response,) = engine.generate(PROMPTS[:1], 1, sampling(temperature=0))[0]
+    logp = transformers_logprobs(hf_model, PROMPTS[0], response.tokens, 1.0)
+    torch.testing.assert_close(torch.tensor(response.logprobs).double(), logp.max(-1).values, rtol=1e-5, atol=1e-5)
+
+
+def allowed_tokens(probabilities, top_k, top_p):
+    """The tokens that may be drawn, found one by one from the most likely on."""
+    allowed, mass = set(), 0.0
+    for token in sorted(range(len(probabilities)), key=lambda token: -probabilities[token]):
+        if (top_k and len(allowed) == top_k) or mass >= top_p:
+            break
+        allowed.add(token)
+        mass += probabilities[token]
+    return allowed
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(1, 1.0), (3, 1.0), (0, 0.3), (0, 1e-6), (4, 0.5), (50, 0.2)])
+def test_only_allowed_tokens_are_drawn_and_their_logprobs_are_not_renormalised(engine, hf_model, top_k, top_p):
+    prompt = PROMPTS[2]
+    answers = engine.generate([prompt], 400, sampling(top_k=top_k, top_p=top_p, max_new_tokens=1))[0]
+    logp = transformers_logprobs(hf_model, prompt, [0], 0.7)[0]
+    allowed = allowed_tokens(logp.exp().tolist(), top_k, top_p)
+    drawn = {response.tokens[0]: response.logprobs[0] for response in answers}
+    assert drawn.keys() == allowed
+    assert len(allowed) < 20
+    for token, logprob in drawn.items():
+        assert logprob == pytest.approx(float(logp[token]), abs=1e-5)
+
+
+def test_a_stop_token_ends_its_row_alone_and_is_part_of_the_response(engine):
+    free = engine.generate(PROMPTS, 2, sampling())
+    stop = tuple(range(2, 60, 4))
+    answers = engine.generate(PROMPTS, 2, sampling(stop=stop))
+    flat = [response for responses in answers for response in responses]
+    assert {response.truncated for response in flat} == {True, False}
+    for response in flat:
+        assert len(response.tokens) == len(response.logprobs)
+        assert not set(response.tokens[:-1]) & set(stop)
+        assert response.truncated == (response.tokens[-1] not in stop)
+        assert len(response.tokens) == 12 or not response.truncated
+    assert all(len(response.tokens) == 12 and response.truncated for row in free for response in row)
+
+
+def test_a_row_that_stops_with_its_last_token_is_not_truncated(engine):
+    (free,) = engine.generate(PROMPTS[:1], 1, sampling(temperature=0))[0]
+    last = free.tokens.index(free.tokens[3]) + 1
+    (answer,) = engine.generate(PROMPTS[:1], 1, sampling(temperature=0, stop=(free.tokens[3],), max_new_tokens=last))[0]
+    assert len(answer.tokens) == last
+    assert not answer.truncated
+
+
+def test_one_seed_one_rollout(engine):
+    first, again, other = (tokens_of(engine.generate(PROMPTS, 4, sampling(seed=seed))) for seed in (1, 1, 2))
+    assert first == again
+    assert first != other
+    assert all(len({tuple(tokens) for tokens in row}) == 4 for row in first)
+
+
+def test_sampling_leaves_the_global_random_state_alone(engine):
+    before = torch.get_rng_state()
+    engine.generate(PROMPTS, 2, SAMPLING)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (6, 1.0), (0, 0.6)])
+def test_the_first_token_is_distributed_as_the_softmax(engine, hf_model, top_k, top_p):
+    draws, prompt = 4000, PROMPTS[0]
+    answers = engine.generate([prompt], draws, sampling(top_k=top_k, top_p=top_p, max_new_tokens=1))[0]
+    counts = torch.bincount(torch.tensor([response.tokens[0] for response in answers]), minlength=117)
+    probabilities = transformers_logprobs(hf_model, prompt, [0], 0.7)[0].exp()
+    allowed = allowed_tokens(probabilities.tolist(), top_k, top_p)
+    kept = torch.tensor([token in allowed for token in range(117)])
+    expected = draws * probabilities * kept / probabilities[kept].sum()
+    # Tokens expected fewer than 5 times share one bin.
+    rare = expected < 5
+    expected = torch.cat([expected[~rare], expected[rare].sum()[None]])
+    counts = torch.cat([counts[~rare], counts[rare].sum()[None]])
+    bins = expected > 0
+    chi_square = ((counts - expected)[bins] ** 2 / expected[bins]).sum()
+    freedom = int(bins.sum()) - 1
+    assert freedom >= 3
+    assert chi_square < freedom + 4 * (2 * freedom) ** 0.5
+
+
+def damaged(weights, damage):
+    """The weights, wrong in one way, and the weight that is wrong."""
+    name = "model.layers.1.mlp.up_proj.weight"
+    match damage:
+        case "unknown":
+            return [*weights, ("model.layers.7.bias", torch.zeros(1))], "model.layers.7.bias"
+        case "shape":
+            return [(n, w.T if n == name else w) for n, w in weights], name
+        case "missing":
+            return [(n, w) for n, w in weights if n != name], name
+        case "twice":
+            return [*weights, *[(n, w) for n, w in weights if n == name]], name
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        ("unknown", "has no weight"),
+        ("shape", r"has the shape \(48, 32\), not \(32, 48\)"),
+        ("missing", r"was not sent \(1 in all\)"),
+        ("twice", "was sent twice"),
+    ],
+)
+def test_an_update_that_does_not_fit_names_the_weight(hf_model, model_config, damage, says):
+    engine = TorchEngine(model_config, torch.device("cpu"))
+    weights, name = damaged(list(hf_model.named_parameters()), damage)
+    with pytest.raises(ValueError, match=says) as error:
+        engine.update_weights(weights)
+    assert repr(name) in str(error.value)
+
+
+def test_new_weights_are_copied_not_shared(engine, hf_model):
+    name, given = next(iter(hf_model.named_parameters()))
+    kept = given.detach().clone()
+    engine.weights[name].data.zero_()
+    assert torch.equal(given, kept)
+    engine.update_weights(hf_model.named_parameters())
+    assert torch.equal(engine.weights[name], kept)
+
+
+def test_an_engine_asleep_does_not_generate(hf_model, model_config):
+    engine = TorchEngine(model_config, torch.device("cpu"))
+    for step in (lambda: None, engine.wake_weights, engine.wake, engine.sleep):
+        step()
+        if step == engine.wake:
+            assert len(engine.generate(PROMPTS, 1, SAMPLING)) == len(PROMPTS)
+            continue
+        with pytest.raises(RuntimeError, match="asleep"):
+            engine.generate(PROMPTS, 1, SAMPLING)
