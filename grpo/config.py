@@ -71,7 +71,7 @@ def load(schema: type[T], path: str | Path | None = None, overrides: list[str] |
         try:
             given.append((str(path), OmegaConf.load(path)))
         except Exception as error:
-            raise ConfigError(f"{path} is not valid YAML: {error}") from error
+            raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}.") from error
     for override in overrides:
         key, separator, _ = override.partition("=")
         if not separator or not key:
@@ -79,7 +79,9 @@ def load(schema: type[T], path: str | Path | None = None, overrides: list[str] |
         try:
             given.append((override, OmegaConf.from_dotlist([override])))
         except Exception as error:
-            raise ConfigError(f"The value in {override!r} is not valid YAML: {error}") from error
+            raise ConfigError(
+                f"The value in {override!r} is not valid YAML: {' '.join(str(error).split())}."
+            ) from error
     known = [key for key, *_ in describe(schema)]
     for source, layer in given:
         if not OmegaConf.is_dict(layer):
@@ -89,6 +91,8 @@ def load(schema: type[T], path: str | Path | None = None, overrides: list[str] |
             tree = OmegaConf.merge(tree, layer)
         except OmegaConfBaseException as error:
             raise ConfigError(f"{source}: {str(error).splitlines()[0]} (setting {error.full_key}).") from error
+        except TypeError as error:  # OmegaConf's own for a list where a mapping stands, and the other way round
+            raise ConfigError(f"{source}: {error} (a list or mapping is not of the kind of the setting).") from error
     try:
         return OmegaConf.to_object(tree)
     except OmegaConfBaseException as error:
@@ -105,12 +109,20 @@ def _refuse_unknown_keys(values: Mapping, schema: type, known: list[str], source
     for name, value in values.items():
         key = f"{prefix}{name}"
         if name not in hints:
-            leaf = [k for k in known if k.rsplit(".", 1)[-1] == str(name)]
-            near = leaf or difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-            near = near or [k for k in known if difflib.get_close_matches(str(name), [k.rsplit(".", 1)[-1]])]
-            hint = f"did you mean {near[0]}?" if near else "`python -m trainer --help` lists all settings."
+            hint = f"did you mean {near}?" if (near := _nearest(key, value, known)) else "--help lists all settings."
             raise ConfigError(f"Unknown setting {key!r} in {source}: {hint}")
         if dataclasses.is_dataclass(hints[name]):
             if not isinstance(value, Mapping):
                 raise ConfigError(f"Setting {key} in {source} must hold settings of its own, not {value!r}.")
             _refuse_unknown_keys(value, hints[name], known, source, key + ".")
+
+
+def _nearest(key: str, value: Any, known: list[str]) -> str | None:
+    """The known setting that an unknown `key` most likely means; `value` may hold settings below it."""
+    while isinstance(value, Mapping) and value:
+        key, value = f"{key}.{next(iter(value))}", next(iter(value.values()))
+    same_name = [k for k in known if k.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]]
+    if same_name and "." not in key:
+        return same_name[0]
+    near = difflib.get_close_matches(key, same_name, n=1, cutoff=0.0) or difflib.get_close_matches(key, known, n=1)
+    return near[0] if near else None

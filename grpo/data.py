@@ -182,13 +182,20 @@ class PromptStream:
     """Prompts without end: every epoch gives each prompt once, in an order made from the seed and the epoch alone.
 
     A step that crosses the border of an epoch takes the rest from the next one, so it may hold a prompt twice.
-    Raises ConfigError for fewer prompts than one step takes.
+    Raises ConfigError, naming the setting `key`, for fewer prompts than one step takes.
     """
 
-    def __init__(self, prompts: Sequence[Prompt], prompts_per_step: int, seed: int = 0, shuffle: bool = True):
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        prompts_per_step: int,
+        seed: int = 0,
+        shuffle: bool = True,
+        key: str = "algorithm.prompts_per_step",
+    ):
         if not 1 <= prompts_per_step <= len(prompts):
             raise ConfigError(
-                f"prompts_per_step={prompts_per_step} does not fit a dataset of {len(prompts)} prompts (data.train); "
+                f"{key}={prompts_per_step} does not fit a dataset of {len(prompts)} prompts (data.train); "
                 f"set it between 1 and {len(prompts)}."
             )
         self.prompts, self.prompts_per_step, self.seed, self.shuffle = prompts, prompts_per_step, seed, shuffle

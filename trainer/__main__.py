@@ -1,4 +1,4 @@
-"""The command line: python -m trainer train | sft | export | plot."""
+"""The command line: python -m trainer train | sft | export | plot | settings."""
 
 import argparse
 import logging
@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 
 from grpo.config import ConfigError, describe, load
 from trainer.checkpoint import export
-from trainer.config import SftConfig, TrainConfig
+from trainer.config import RunConfig, SftConfig, TrainConfig
 from trainer.report import plot
 from trainer.sft import run_sft
 from trainer.tracking import run_folder
@@ -28,8 +28,30 @@ def settings_help(schema: type) -> str:
     """Every setting of a command with its type, default and meaning, as --help shows it."""
     lines = ["settings (key=value on the command line, or in the YAML file):"]
     for key, kind, default, doc in describe(schema):
-        shown = "null" if default is None else default
-        lines += [f"  {key} ({kind}, default {shown!r})", f"      {doc}"]
+        shown = "null" if default is None else repr(default)
+        lines += [f"  {key} ({kind}, default {shown})", f"      {doc}"]
+    return "\n".join(lines)
+
+
+def settings_page() -> str:
+    """docs/config.md: the settings of both commands as Markdown tables."""
+    lines = [
+        "# Settings",
+        "",
+        "`python -m trainer settings > docs/config.md` writes this page. Settings come from one YAML file, then from",
+        "`key=value` on the command line; an unknown key is refused with the nearest known one.",
+    ]
+    shared = {key for key, *_ in describe(RunConfig)}
+    for title, schema, hidden in (
+        ("`train` and `sft`", RunConfig, set()),
+        ("`train` alone", TrainConfig, shared),
+        ("`sft` alone", SftConfig, shared),
+    ):
+        lines += ["", f"## {title}", "", "| setting | type | default | meaning |", "|---|---|---|---|"]
+        for key, kind, default, doc in describe(schema):
+            if key not in hidden:
+                shown = "null" if default is None else repr(default)
+                lines.append(f"| `{key}` | {kind.replace('|', 'or')} | `{shown}` | {doc.replace('|', 'or')} |")
     return "\n".join(lines)
 
 
@@ -38,7 +60,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m trainer",
         description="GRPO for language models, in one process or in N: torchrun --nproc-per-node N -m trainer ...",
-        epilog="python -m trainer train --help lists all settings.",
+        epilog=f"{settings_help(TrainConfig)}\n\nThose of sft: python -m trainer sft --help",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     abouts = {"train": "reinforcement learning from rewards", "sft": "supervised training on demonstrations"}
@@ -59,6 +82,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     command = commands.add_parser("plot", help="draw learning curves")
     command.add_argument("runs", type=Path, nargs="+", help="the runs' folders, such as one a seed")
     command.add_argument("--out", type=Path, default=Path("curve.png"), help="the PNG to write")
+    commands.add_parser("settings", help="print all settings as Markdown")
     return parser.parse_args(arguments)
 
 
@@ -99,6 +123,8 @@ def main() -> None:
         elif arguments.command == "export":
             checkpoint = export(arguments.run, arguments.out, ModelConfig(path=model_of(arguments.run)), arguments.step)
             print(f"{arguments.out} holds the policy of {checkpoint}.")
+        elif arguments.command == "settings":
+            print(settings_page())
         else:
             plot(arguments.runs, arguments.out)
             print(f"{arguments.out} shows {len(arguments.runs)} run(s).")

@@ -31,6 +31,13 @@ class Checkpoints:
         """The newest whole checkpoint, or None."""
         return max(self.folder.glob("step-" + "[0-9]" * 8), default=None)
 
+    def start_anew(self) -> None:
+        """Put what an earlier run left in this folder out of the way, so that it is never taken for this run's."""
+        if self.folder.is_dir():
+            previous = self.folder.with_name("checkpoints.previous")
+            shutil.rmtree(previous, ignore_errors=True)
+            self.folder.rename(previous)
+
     def save(self, step: int, actor: ActorWorker, position: dict[str, Any] | None) -> None:
         """Write the checkpoint of `step`; every rank must take part. `position` is the controller's: the data's."""
         whole = self.folder / f"step-{step:08d}"
@@ -46,15 +53,20 @@ class Checkpoints:
         if dist.get_rank() == 0:
             progress = {"step": step, "updates": actor.updates, "version": actor.version, "data": position}
             (part / "progress.json").write_text(json.dumps(progress))
-            shutil.rmtree(whole, ignore_errors=True)
             part.rename(whole)
             for old in sorted(self.folder.glob("step-" + "[0-9]" * 8))[: -self.keep]:
-                shutil.rmtree(old)
+                old.rename(old.with_suffix(".partial"))  # before its files go: a kill must not leave half of it
+            for part in self.folder.glob("*.partial"):
+                shutil.rmtree(part)
         dist.barrier()
 
-    def load(self, checkpoint: Path, actor: ActorWorker) -> dict[str, Any]:
-        """Bring `actor` to `checkpoint`, whatever layout saved it; returns its `step` and the data's position."""
-        progress = json.loads((checkpoint / "progress.json").read_text())
+    def progress(self, checkpoint: Path) -> dict[str, Any]:
+        """How far `checkpoint` is: its `step`, `updates` and `version`, and the `data`'s position."""
+        return json.loads((checkpoint / "progress.json").read_text())
+
+    def load(self, checkpoint: Path, actor: ActorWorker) -> int:
+        """Bring `actor` to `checkpoint`, whatever layout saved it; returns its step."""
+        progress = self.progress(checkpoint)
         model, optimizer = get_state_dict(actor.policy, actor.optimizer)
         dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=checkpoint)
         set_state_dict(actor.policy, actor.optimizer, model_state_dict=model, optim_state_dict=optimizer)
@@ -62,7 +74,7 @@ class Checkpoints:
         states = checkpoint / f"random-{dist.get_rank()}.pt"
         if states.is_file():
             _set_random_states(torch.load(states))
-        return progress
+        return progress["step"]
 
 
 def export(run_folder: Path, out: Path, model: ModelConfig, step: int | None = None) -> Path:

@@ -16,6 +16,7 @@ from trainer.checkpoint import Checkpoints, export
 from trainer.config import SftConfig, sizes_table
 from trainer.tracking import Stopwatch, Tracker
 from workers.actor import ActorWorker
+from workers.dispatch import on_controller
 from workers.parallel.mesh import make_layout
 from workers.parallel.policy import read_tokenizer
 
@@ -23,14 +24,18 @@ from workers.parallel.policy import read_tokenizer
 class Demonstrations:
     """Prompts with the responses to imitate, in a seeded order without end. Raises ConfigError as the data does."""
 
-    def __init__(self, config: SftConfig) -> None:
+    def __init__(self, config: SftConfig, position: dict | None) -> None:
         tokenizer = read_tokenizer(config.model)
         prompts = load_prompts(config.data, tokenizer, "train")
         responses = tokenize_responses(prompts, tokenizer, config.data)
         self.responses = {prompt.index: response for prompt, response in zip(prompts, responses, strict=True)}
         longest = max(len(prompt.tokens) + len(self.responses[prompt.index]) for prompt in prompts)
         config.check_length(longest, "the longest demonstration")
-        self.stream = PromptStream(prompts, config.samples_per_step, config.seed, config.data.shuffle)
+        self.stream = PromptStream(
+            prompts, config.samples_per_step, config.seed, config.data.shuffle, key="samples_per_step"
+        )
+        if position is not None:
+            self.stream.load_state_dict(position)
 
     def next(self) -> TensorDict:
         """The batch of the next step, with tokens [B, *] and response_mask [B, *]."""
@@ -45,28 +50,26 @@ def run_sft(config: SftConfig, device: torch.device, run_folder: Path) -> Path:
     controls = dist.get_rank() == 0
     checkpoints = Checkpoints(run_folder, config.checkpoint.keep)
     resumed = checkpoints.newest() if config.checkpoint.resume else None
-    data = Demonstrations(config) if controls else None
+    position = None if resumed is None else checkpoints.progress(resumed)["data"]
+    data = on_controller(lambda: Demonstrations(config, position))
     layout = make_layout(device, config.actor.replicate, config.actor.tensor_parallel)
     actor = ActorWorker(config.model, config.actor, AlgorithmConfig(), layout, 1.0, config.steps)
-    done = 0
-    if resumed is not None:
-        progress = checkpoints.load(resumed, actor)
-        done = progress["step"]
-        if controls:
-            data.stream.load_state_dict(progress["data"])
+    done = 0 if resumed is None else checkpoints.load(resumed, actor)
     with ExitStack() as stack:
         watch, tracker = Stopwatch(device.type == "cuda"), None
         if controls:
             tracker = stack.enter_context(Tracker(config.tracking, run_folder, config.steps, asdict(config), done))
             tracker.say(sizes_table(config, dist.get_world_size()))
             (run_folder / "config.yaml").write_text(to_yaml(config))
+            if resumed is None:
+                checkpoints.start_anew()
         for step in range(done + 1, config.steps + 1):
             with watch("step"):
                 metrics = actor.imitate(data.next() if controls else None)
-            if step == config.steps or (config.checkpoint.every and step % config.checkpoint.every == 0):
-                checkpoints.save(step, actor, data.stream.state_dict() if controls else None)
             if tracker is not None:
                 tracker.log(step, {**metrics, **watch.metrics()})
+            if step == config.steps or (config.checkpoint.every and step % config.checkpoint.every == 0):
+                checkpoints.save(step, actor, data.stream.state_dict() if controls else None)
         if controls:
             export(run_folder, run_folder / "model", config.model)
             tracker.say(f"The policy is in {run_folder / 'model'}, an ordinary Hugging Face folder.")

@@ -26,6 +26,7 @@ from trainer.config import TrainConfig, sizes_table
 from trainer.report import closing_table, read_metrics
 from trainer.tracking import Stopwatch, Tracker
 from workers.actor import ActorWorker
+from workers.dispatch import on_controller
 from workers.engines.torch_engine import TorchEngine
 from workers.parallel.mesh import make_layout
 from workers.parallel.policy import ModelConfig, read_tokenizer
@@ -42,10 +43,10 @@ class Trainer:
         self.controls = dist.get_rank() == 0
         self.stack = ExitStack()
         self.step = 0
+        self.held_out: Sequence[Prompt] = []  # on the controller alone
         self.checkpoints = Checkpoints(run_folder, config.checkpoint.keep)
         resumed = self.checkpoints.newest() if config.checkpoint.resume else None
-        if self.controls:
-            self._open_controller()
+        on_controller(lambda: self._open_controller(resumed))
         world = dist.get_world_size()
         layout = make_layout(device, config.actor.replicate, config.actor.tensor_parallel)
         temperature = config.rollout.temperature
@@ -62,10 +63,7 @@ class Trainer:
         self.rollout = RolloutWorker(config.rollout, engine, everyone, stop_tokens(config.model), config.seed)
         self.sharding = ShardingManager(self.actor, self.rollout)
         if resumed is not None:
-            progress = self.checkpoints.load(resumed, self.actor)
-            self.step = progress["step"]
-            if self.controls:
-                self.stream.load_state_dict(progress["data"])
+            self.step = self.checkpoints.load(resumed, self.actor)
         self.watch = Stopwatch(device.type == "cuda")
         self.tracker = None
         if self.controls:
@@ -74,17 +72,20 @@ class Trainer:
             self.watch = Stopwatch(device.type == "cuda", self.tracker.phase)
             (run_folder / "config.yaml").write_text(to_yaml(config))
             self.tracker.say(sizes_table(config, world))
-            if resumed is not None:
+            if resumed is None:
+                self.checkpoints.start_anew()
+            else:
                 self.tracker.say(f"Going on after step {self.step} from {resumed}.")
 
-    def _open_controller(self) -> None:
+    def _open_controller(self, resumed: Path | None) -> None:
         """What only the controller holds: the data, the tokenizer, the reward pool. Nothing here loads weights."""
         config = self.config
         self.tokenizer = read_tokenizer(config.model)
         prompts = load_prompts(config.data, self.tokenizer, "train")
         check_reward_columns(config, prompts)
         self.stream = PromptStream(prompts, config.algorithm.prompts_per_step, config.seed, config.data.shuffle)
-        self.held_out: Prompts | list[Prompt] = []
+        if resumed is not None:
+            self.stream.load_state_dict(self.checkpoints.progress(resumed)["data"])
         if config.data.eval is not None:
             self.held_out = load_prompts(config.data, self.tokenizer, "eval")
             check_reward_columns(config, self.held_out)
@@ -103,11 +104,11 @@ class Trainer:
                     metrics = self.learn()
                 if self.is_due(self.config.evaluation.every):
                     metrics |= self.evaluate()
+                self.log(metrics)  # before the checkpoint: a run that goes on from it must have this row
                 if self.is_due(self.config.checkpoint.every):
-                    with self.watch("checkpoint"):
+                    with self.watch("checkpoint"):  # its time stands in the next row
                         position = self.stream.state_dict() if self.controls else None
                         self.checkpoints.save(self.step, self.actor, position)
-                self.log(metrics)
             if self.tracker is not None:
                 self.tracker.close()
                 table = closing_table(read_metrics(self.run_folder), self.run_folder, self.tracker.elapsed)

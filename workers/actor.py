@@ -78,7 +78,7 @@ def microbatches(batch: TensorDict, max_tokens: int, layout: Layout) -> Iterator
 
 
 def learning_rate(config: ActorConfig, update: int, total_updates: int) -> float:
-    """The learning rate of update 0, 1, ...: a linear warm-up, then the schedule down to its end at the last one."""
+    """The learning rate of update 0, 1, ...: a linear warm-up, then the schedule, at its end after the last update."""
     if update < config.warmup_updates:
         return config.learning_rate * (update + 1) / (config.warmup_updates + 1)
     if config.schedule == "constant":
@@ -143,7 +143,7 @@ class ActorWorker(Worker):
         groups = batch["group"].unique()
         generator = torch.Generator().manual_seed(self.version * 1000 + epoch)
         shuffled = groups[torch.randperm(len(groups), generator=generator)]
-        for chunk in shuffled.chunk(count):
+        for chunk in shuffled.tensor_split(count):
             yield select(batch, torch.isin(batch["group"], chunk).nonzero()[:, 0].tolist())
 
     @dispatched("tokens", "response_mask", "advantages", "rollout_logprobs", "old_logprobs", "ref_logprobs")

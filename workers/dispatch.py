@@ -16,6 +16,7 @@ import torch.distributed as dist
 from tensordict import TensorDict
 
 from grpo.batch import concatenate, lengths_of, make_batch, select
+from grpo.config import ConfigError
 from grpo.packing import balance
 from workers.parallel.mesh import Layout
 
@@ -89,6 +90,20 @@ class Worker:
         self.group = WorkerGroup(layout)
 
 
+def on_controller(work: Callable[[], Any]) -> Any:
+    """What `work` returns on the controller, and None elsewhere. A ConfigError it raises is raised everywhere."""
+    result, refusal = None, [None]
+    if dist.get_rank() == CONTROLLER:
+        try:
+            result = work()
+        except ConfigError as error:
+            refusal = [error]
+    dist.broadcast_object_list(refusal, CONTROLLER)
+    if refusal[0] is not None:
+        raise refusal[0]
+    return result
+
+
 def dispatched(*fields: str) -> Callable:
     """Mark a Worker method as run by all processes on parts of the controller's batch.
 
@@ -111,16 +126,13 @@ def dispatched(*fields: str) -> Callable:
 
 
 def _send(batch: TensorDict, rank: int) -> None:
-    tensors, header = [], []
+    header, tensors = [], []
     for name, field in batch.items():
-        offsets = field.offsets() if field.is_nested else None
-        for tensor in (field.values(), offsets) if field.is_nested else (field,):
-            flat = tensor.contiguous().cpu()
-            tensors.append(flat.view(torch.uint8) if flat.dim() else flat.reshape(1).view(torch.uint8))
-        header.append((name, field.is_nested, field.dtype, tuple(batch.batch_size)))
-    sizes = [tensor.numel() for tensor in tensors]
-    pickled = torch.frombuffer(bytearray(pickle.dumps((header, sizes))), dtype=torch.uint8)
-    payload = torch.cat([pickled, *(tensor.reshape(-1) for tensor in tensors)])
+        parts = [field.values(), field.offsets()] if field.is_nested else [field]
+        header.append((name, [(part.dtype, part.shape) for part in parts]))
+        tensors += [part.contiguous().cpu().reshape(-1).view(torch.uint8) for part in parts]
+    pickled = torch.frombuffer(bytearray(pickle.dumps((header, [len(t) for t in tensors]))), dtype=torch.uint8)
+    payload = torch.cat([pickled, *tensors])
     dist.send(torch.tensor([len(pickled), len(payload)]), rank)
     dist.send(payload, rank)
 
@@ -133,11 +145,8 @@ def _receive(rank: int) -> TensorDict:
     header, sizes = pickle.loads(payload[: int(lengths[0])].numpy().tobytes())
     pieces = iter(payload[int(lengths[0]) :].split(sizes))
     fields = {}
-    for name, is_nested, dtype, _ in header:
+    for name, parts in header:
         # A piece may begin at any byte; a copy is aligned for its own type.
-        values = next(pieces).clone().view(dtype)
-        if is_nested:
-            fields[name] = torch.nested.nested_tensor_from_jagged(values, next(pieces).clone().view(torch.int64))
-        else:
-            fields[name] = values
+        tensors = [next(pieces).clone().view(dtype).reshape(shape) for dtype, shape in parts]
+        fields[name] = tensors[0] if len(tensors) == 1 else torch.nested.nested_tensor_from_jagged(*tensors)
     return make_batch(fields)

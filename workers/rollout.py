@@ -26,6 +26,8 @@ class RolloutConfig:
     def check(self) -> None:
         """Raise ConfigError for the first value that cannot work."""
         choose(self.engine, ENGINES, "rollout.engine")
+        if self.engine == "sglang":
+            raise ConfigError("rollout.engine=sglang is not there yet: use rollout.engine=torch.")
         if self.temperature <= 0:
             raise ConfigError(
                 f"rollout.temperature={self.temperature} must be above 0: GRPO needs samples that differ."

@@ -39,9 +39,20 @@ class ShardingManager:
     @contextmanager
     def serving(self) -> Iterator[None]:
         """The engine is awake inside this block and holds exactly the actor's weights."""
-        begun = time.perf_counter()
         if self.state is not State.TRAINING:
             raise RuntimeError(f"serving() was entered twice: {self.state.value}.")
+        begun = time.perf_counter()
+        try:
+            self._enter_serving()
+            self.seconds = time.perf_counter() - begun
+            yield
+        finally:
+            begun = time.perf_counter()
+            self.rollout.engine.sleep()
+            self.state = State.TRAINING
+            self.seconds += time.perf_counter() - begun
+
+    def _enter_serving(self) -> None:
         engine = self.rollout.engine
         engine.wake_weights()
         self.state = State.WEIGHTS_AWAKE
@@ -53,14 +64,6 @@ class ShardingManager:
             self.rollout.version = self.actor.version
         engine.wake()
         self.state = State.SERVING
-        self.seconds = time.perf_counter() - begun
-        try:
-            yield
-        finally:
-            begun = time.perf_counter()
-            engine.sleep()
-            self.state = State.TRAINING
-            self.seconds += time.perf_counter() - begun
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The actor's parameters whole, each once, under their Hugging Face names; every rank must take part."""

@@ -199,6 +199,13 @@ def test_an_update_learns_from_the_sign_of_the_advantage(make_actor):
     assert (change * batch["advantages"].values()).sum() > 0
 
 
+def test_an_update_has_no_gradient_left_from_the_one_before(make_actor):
+    worker = make_actor(learning_rate=1e-12)
+    first, second = (worker.update(batch_of())["grad_norm"] for _ in range(2))
+    assert first > 0
+    assert second == pytest.approx(first, rel=1e-5)
+
+
 def test_without_advantages_nothing_changes(make_actor):
     worker, batch = make_actor(), batch_of()
     batch["advantages"].values().zero_()

@@ -5,7 +5,7 @@ import torch
 
 from grpo.batch import select
 from grpo.packing import balance
-from tests.workers.collective_probe import FIELDS, Echo, every_dtype
+from tests.workers.collective_probe import FIELDS, PATIENCE, Echo, every_dtype
 
 
 def assert_same(batch, expected, but=()):
@@ -52,6 +52,8 @@ def test_parts_are_token_balanced_and_the_peers_of_a_part_get_the_same_rows(slic
 def test_the_controller_names_the_method_and_the_rank_that_did_not_finish(four_processes):
     (error,) = four_processes["missing"][0]
     assert error.startswith("The controller waited for rank 1 to finish Echo.silent")
+    # It waited as long as the process group was told to, and no longer.
+    assert f"{1000 * PATIENCE:.0f}ms" in error
 
 
 def test_every_rank_names_the_method_whose_rows_did_not_come(four_processes):

@@ -132,9 +132,11 @@ def test_a_stale_batch_is_refused_and_both_versions_are_named(sharding, prompts)
     sharding.expect_current(rollout(sharding, prompts))
 
 
-def test_a_batch_of_two_versions_is_refused(sharding):
-    with pytest.raises(RuntimeError, match=r"version \[0, 1\], and the actor is at 0"):
-        sharding.expect_current(make_batch({"version": torch.tensor([0, 1, 0])}))
+@pytest.mark.parametrize("versions", [[-1, 0], [0, 1]])
+def test_a_batch_of_two_versions_is_refused(sharding, versions):
+    batch = make_batch({"version": torch.tensor([*versions, 0])})
+    with pytest.raises(RuntimeError, match=rf"version \[{versions[0]}, {versions[1]}\], and the actor is at 0"):
+        sharding.expect_current(batch)
 
 
 @pytest.mark.parametrize("before", [0, 1])

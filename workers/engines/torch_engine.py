@@ -120,7 +120,7 @@ class TorchEngine:
         alive = torch.arange(len(rows), device=self.device)
         stop = torch.tensor(sampling.stop, device=self.device)
         steps = []
-        for _ in range(sampling.max_new_tokens):
+        for left in reversed(range(sampling.max_new_tokens)):
             tokens_R, logprobs_R = _sample(self.model.lm_head(hidden_RH), sampling, generator)
             done_R = torch.isin(tokens_R, stop)
             steps.append((alive, tokens_R, logprobs_R, done_R))
@@ -130,6 +130,8 @@ class TorchEngine:
                     break
                 alive, tokens_R = alive[staying], tokens_R[staying]
                 cache.keep(staying)
+            if not left:
+                break
             hidden_RH = self._forward(tokens_R[:, None], cache.lengths_R[:, None], cache)[:, 0]
             cache.lengths_R = cache.lengths_R + 1
         for alive, tokens_R, logprobs_R, done_R in steps:

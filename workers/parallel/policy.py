@@ -155,6 +155,9 @@ def read_tokenizer(config: ModelConfig) -> transformers.PreTrainedTokenizerBase:
         plain = saved_class in ("PreTrainedTokenizerFast", "TokenizersBackend")
         reader = transformers.PreTrainedTokenizerFast if plain else transformers.AutoTokenizer
         tokenizer = reader.from_pretrained(config.path)
+        # Where there is no file of it, some classes make a tokenizer of their special tokens alone.
+        if len(tokenizer) == len(set(tokenizer.all_special_ids)):
+            raise ValueError("what is there knows no words")
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"model.path={config.path} has no tokenizer that transformers can read: save one there "

@@ -1,0 +1,212 @@
+"""The command line: what cannot work is refused in one sentence, with exit code 2, before any weights are loaded."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import transformers
+
+import workers.actor
+import workers.ref
+from examples.countdown import make_model
+from grpo.config import describe
+from trainer.config import SftConfig, TrainConfig
+
+
+@pytest.fixture(autouse=True)
+def no_weights(monkeypatch):
+    """Loading weights fails the test."""
+
+    def refuse(*_, **__):
+        raise AssertionError("weights were loaded")
+
+    monkeypatch.setattr(workers.actor, "load_policy", refuse)
+    monkeypatch.setattr(workers.ref, "load_policy", refuse)
+    monkeypatch.setattr("trainer.trainer.TorchEngine", refuse)
+
+
+@pytest.fixture
+def refusal(run_main, settings, tmp_path, monkeypatch, capsys):
+    """refusal(*overrides) is the one sentence that these settings are refused with."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: object, command: str = "train", base: bool = True) -> str:
+        capsys.readouterr()
+        given = [*settings[command], f"tracking.folder={tmp_path}", "tracking.name=run"] if base else []
+        assert run_main(command, *given, *arguments) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("error: ")
+        assert error.count("\n") == 1, error
+        assert error.rstrip().endswith((".", "?"))
+        return error
+
+    return run
+
+
+def assert_names(sentence: str, *words: str) -> None:
+    assert [word for word in words if word not in sentence] == [], sentence
+
+
+@pytest.mark.parametrize("command", ["train", "sft"])
+def test_what_can_work_gets_as_far_as_loading_weights(command, run_main, settings, tmp_path):
+    with pytest.raises(AssertionError, match="weights were loaded"):
+        run_main(command, *settings[command], f"tracking.folder={tmp_path}")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["actor.learning_rat=1"], ["actor.learning_rat", "actor.learning_rate"]),
+        (["actor.learning_rate=fast"], ["actor.learning_rate", "fast"]),
+        (["steps=0"], ["steps=0", "at least 1"]),
+        (["algorithm.minibatches_per_step=3"], ["minibatches_per_step=3", "prompts_per_step=4", "divisor"]),
+        (["algorithm.samples_per_prompt=1"], ["samples_per_prompt=1", "2 or more"]),
+        (["algorithm.clip_low=-0.1"], ["algorithm.clip_low=-0.1", "negative"]),
+        (["algorithm.prompts_per_step=20"], ["prompts_per_step=20", "16 prompts", "between 1 and 16"]),
+        (["data.prompt_column=question"], ["data.prompt_column", "question", "prompt, numbers, target"]),
+        (["data.template='{numbrs} to {target}'"], ["data.template", "numbrs", "did you mean numbers"]),
+        (["data.max_prompt_tokens=4"], ["row 0", "6 tokens", "data.max_prompt_tokens is 4", "drop"]),
+        (["actor.max_tokens_per_microbatch=20"], ["28 tokens", "max_tokens_per_microbatch=20", "at least 28"]),
+        (
+            ["rollout.max_response_tokens=600", "actor.max_tokens_per_microbatch=1000"],
+            ["616 tokens", "512 positions", "lower"],
+        ),
+        (["rewards.weights={countdwn: 1}"], ["countdwn", "nearest is 'countdown'"]),
+        (["rewards.weights.math=1"], ["'math'", "'answer'", "prompt, numbers, target"]),
+        (["evaluation.accuracy=math"], ["evaluation.accuracy=math", "countdown"]),
+        (["rollout.engine=vllm"], ["rollout.engine='vllm'", "torch"]),
+        (["rollout.engine=sglang"], ["rollout.engine=sglang", "rollout.engine=torch"]),
+        (["checkpoint.resume=true", "tracking.name=null"], ["checkpoint.resume", "tracking.name"]),
+        (["model.path=./nowhere"], ["model.path=./nowhere", "not a folder"]),
+        (["model.path=null"], ["model.path"]),
+        (["device=tpu"], ["device='tpu'", "cpu"]),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) and "=" in value[0] else "",
+)
+def test_a_setting_that_cannot_work(overrides, words, refusal):
+    assert_names(refusal(*overrides), *words)
+
+
+def test_no_reward(refusal, settings):
+    without = [setting for setting in settings["train"] if not setting.startswith("rewards.weights")]
+    assert_names(refusal(*without, base=False), "rewards.weights", "at least one")
+
+
+@pytest.mark.parametrize(
+    ("processes", "overrides", "words"),
+    [
+        (3, ["actor.tensor_parallel=2"], ["3 process(es)", "actor.tensor_parallel=2", "a multiple of 2"]),
+        (6, ["actor.tensor_parallel=2", "actor.replicate=2"], ["actor.replicate=2", "a multiple of 4"]),
+        (4, ["actor.tensor_parallel=4"], ["actor.tensor_parallel=4", "num_attention_heads=2", "divisor"]),
+        (8, [], ["algorithm.prompts_per_step=4", "8", "at least 8"]),
+    ],
+)
+def test_sizes_that_do_not_fit_the_processes(processes, overrides, words, refusal, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", str(processes))
+    assert_names(refusal(*overrides), *words)
+
+
+def test_tensor_parallelism_that_does_not_divide_the_vocabulary(refusal, tmp_path, monkeypatch):
+    make_model(vocab=117).save_pretrained(tmp_path / "odd")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert_names(refusal("model.path=./odd", "actor.tensor_parallel=2"), "tensor_parallel=2", "vocab_size=117")
+
+
+def test_model_folders_that_cannot_be_used(refusal, tmp_path):
+    transformers.GPT2Config(n_layer=1, n_embd=8, n_head=1).save_pretrained(tmp_path / "gpt2")
+    assert_names(refusal("model.path=./gpt2"), "./gpt2", "'gpt2'", "not supported", "qwen2, qwen3, llama")
+    make_model(layers=1).save_pretrained(tmp_path / "mute")
+    assert_names(refusal("model.path=./mute"), "./mute", "no tokenizer", "save_pretrained")
+    (tmp_path / "empty").mkdir()
+    assert_names(refusal("model.path=./empty"), "./empty", "no config")
+
+
+def test_devices_that_are_not_there(refusal, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert_names(refusal("device=cuda"), "device=cuda", "device=cpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert_names(refusal("device=cuda"), "2 processes", "1 CUDA device", "--nproc-per-node")
+
+
+def test_data_that_cannot_be_used(refusal, tmp_path):
+    (tmp_path / "empty.jsonl").write_text("")
+    assert_names(refusal("data.train=empty.jsonl"), "data.train", "empty.jsonl", "no rows")
+    assert_names(refusal("data.train=emty.jsonl"), "data.train", "emty.jsonl", "did you mean empty.jsonl")
+    row = {"prompt": "1 2 3 to 6", "numbers": [1, 2, 3], "response": "1"}
+    (tmp_path / "rows.jsonl").write_text((json.dumps(row) + "\n") * 20)
+    assert_names(refusal("data.train=rows.jsonl"), "'countdown'", "'target'", "prompt, numbers, response")
+    # Held-out rows are graded as well.
+    assert_names(refusal("data.eval=rows.jsonl"), "'countdown'", "'target'")
+
+
+def test_demonstrations_that_cannot_be_used(refusal, countdown):
+    assert_names(refusal("data.response_column=reply", command="sft"), "data.response_column", "reply", "response")
+    assert_names(refusal("samples_per_step=65", command="sft"), "samples_per_step=65", "64")
+    assert_names(refusal("actor.max_tokens_per_microbatch=16", command="sft"), "longest demonstration", "raise it")
+
+
+def test_config_files_that_cannot_be_read(refusal, tmp_path):
+    assert_names(refusal("none.yaml", base=False), "none.yaml", "examples/countdown_cpu.yaml")
+    (tmp_path / "broken.yaml").write_text("steps: [1\nseed: 2\n")
+    assert_names(refusal("broken.yaml", base=False), "broken.yaml", "not valid YAML")
+    (tmp_path / "wrong.yaml").write_text("rollout: {temperatur: 1}\n")
+    assert_names(refusal("wrong.yaml", base=False), "wrong.yaml", "rollout.temperature")
+
+
+@pytest.mark.parametrize("command", ["train", "sft"])
+def test_going_on_with_other_data_is_refused(command, refusal, tmp_path, capsys):
+    checkpoint = tmp_path / "run/checkpoints/step-00000003"
+    checkpoint.mkdir(parents=True)
+    position = {"given": 12, "size": 15, "seed": 0, "shuffle": True}
+    (checkpoint / "progress.json").write_text(json.dumps({"step": 3, "updates": 3, "version": 3, "data": position}))
+    sentence = refusal("checkpoint.resume=true", command=command)
+    assert_names(sentence, "cannot be resumed", "it was 15", "set it back or start a new run")
+
+
+def test_a_run_that_is_none_is_neither_exported_nor_plotted(run_main, tmp_path, capsys):
+    (tmp_path / "folder").mkdir()
+    for arguments, words in (
+        (["export", tmp_path / "folder", tmp_path / "out"], "is not the folder of a run"),
+        (["plot", tmp_path / "folder", "--out", tmp_path / "curve.png"], "give the folder of a run"),
+    ):
+        assert run_main(*arguments) == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1
+        assert_names(error, "error: ", str(tmp_path / "folder"), words)
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+
+
+def test_a_refusal_under_torchrun_is_printed_once(settings, tmp_path):
+    """All processes refuse; the sentence comes from the first, with nothing of ours but it."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "trainer"]
+    done = subprocess.run(
+        [*command, "train", *settings["train"], "actor.tensor_parallel=2", "algorithm.prompts_per_step=20"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        cwd=tmp_path,
+    )
+    assert done.returncode != 0
+    ours = done.stderr.partition("torch/distributed/elastic")[0]
+    assert ours.startswith("error: algorithm.prompts_per_step=20")
+    assert "Traceback" not in ours
+    assert ours.count("error: ") == 1
+    assert "exitcode  : 2" in done.stderr
+
+
+@pytest.mark.parametrize(("command", "schema"), [([], TrainConfig), (["train"], TrainConfig), (["sft"], SftConfig)])
+def test_help_has_every_setting_with_its_meaning(command, schema, run_main, capsys):
+    assert run_main(*command, "--help") == 0
+    shown = capsys.readouterr().out.splitlines()
+    for key, _, _, doc in describe(schema):
+        assert len(doc) > 10, f"{key} has no doc"
+        line = next((i for i, text in enumerate(shown) if text.startswith(f"  {key} (")), None)
+        assert line is not None, key
+        assert shown[line + 1].strip() == doc
