@@ -35,8 +35,9 @@ class Preset:
 
     operators: str
     largest_number: int
-    right: float  # chance that a try is a right candidate on purpose; otherwise it is any candidate
-    give_up: float  # chance to stop after a try that missed
+    right: float  # chance that a try is a right candidate on purpose; otherwise it is one not tried before
+    patient: float  # share of demonstrations that search on after a miss; the others answer with it
+    give_up: float  # chance that a patient one stops after a miss
     most_tries: int
     largest_target: int = 30
     held_out: int = 256
@@ -50,9 +51,9 @@ def presets() -> dict[str, Preset]:
     hard: search with multiplication, where a small model does not reach the top.
     """
     return {
-        "search": Preset("+-", 12, right=0.15, give_up=0.6, most_tries=8),
-        "direct": Preset("+-", 12, right=0.4, give_up=1.0, most_tries=1),
-        "hard": Preset("+-*", 9, right=0.25, give_up=0.5, most_tries=8),
+        "search": Preset("+-", 12, right=0.0, patient=0.2, give_up=0.1, most_tries=10),
+        "direct": Preset("+-", 12, right=0.4, patient=0.0, give_up=1.0, most_tries=1),
+        "hard": Preset("+-*", 9, right=0.0, patient=0.2, give_up=0.2, most_tries=10),
     }
 
 
@@ -111,18 +112,21 @@ def problems(preset: Preset, seed: int) -> tuple[list[Problem], list[Problem]]:
 def demonstrate(problem: Problem, preset: Preset, rng: random.Random) -> str:
     """One trace that may or may not solve `problem`; without a hit it answers with its last try.
 
-    The number of tries is geometric rather than fixed: from a fixed number a model learns to stop there for good.
+    Few demonstrations search for long, and those that do stop at any length: from them a model learns what a long
+    search looks like, from the many others not to begin one, and what pays is left to reinforcement learning.
     """
     found = candidates(tuple(sorted(problem.numbers)), preset.operators)
     everything = [candidate for listed in found.values() for candidate in listed]
+    untried = rng.sample(everything, len(everything))
+    patient = rng.random() < preset.patient
     words = []
     for tries in range(1, preset.most_tries + 1):
-        a, first, b, second, c = rng.choice(found[problem.target] if rng.random() < preset.right else everything)
+        a, first, b, second, c = rng.choice(found[problem.target]) if rng.random() < preset.right else untried.pop()
         between = calculate(a, first, b)
         value = calculate(between, second, c)
         hit = value == problem.target
         words.append(f"{a} {first} {b} = {between} , {between} {second} {c} = {value} {'yes' if hit else 'no'}")
-        if hit or tries == preset.most_tries or rng.random() < preset.give_up:
+        if hit or not untried or tries == preset.most_tries or not patient or rng.random() < preset.give_up:
             break
     return f"{' '.join(words)} </think> <answer> ( {a} {first} {b} ) {second} {c} </answer>"
 

@@ -22,7 +22,7 @@ processes=${NPROC:-1}
 
 trainer() {
     if [ "$processes" -gt 1 ]; then
-        python -m torch.distributed.run --standalone --nproc-per-node "$processes" --local-ranks-filter 0 -m trainer "$@"
+        python -m torch.distributed.run --standalone --nproc-per-node "$processes" -m trainer "$@"
     else
         python -m trainer "$@"
     fi

@@ -10,7 +10,7 @@ import importlib
 import importlib.util
 import random
 import string
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,6 +78,12 @@ class Prompts(Sequence[Prompt]):
     def __getitem__(self, position: int) -> Prompt:
         index = self._kept[position]
         return Prompt(index, self._tokens[index], self._texts[index], self._rows[index])
+
+    def __iter__(self) -> Iterator[Prompt]:
+        # In order, many rows are read at once: far faster than asking for each.
+        rows = self._rows.select(self._kept) if self.dropped else self._rows
+        for index, row in zip(self._kept, rows, strict=True):
+            yield Prompt(index, self._tokens[index], self._texts[index], row)
 
 
 def load_prompts(config: DataConfig, tokenizer: PreTrainedTokenizerBase, part: str) -> Prompts:
@@ -152,7 +158,7 @@ def tokenize_prompts(
 
 
 def tokenize_responses(
-    prompts: Prompts, tokenizer: PreTrainedTokenizerBase, config: DataConfig, key: str = "data.train"
+    prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, config: DataConfig, key: str = "data.train"
 ) -> list[list[int]]:
     """The token ids of each prompt's response to imitate, with the tokenizer's eos token at its end.
 

@@ -26,7 +26,7 @@ class Demonstrations:
 
     def __init__(self, config: SftConfig, position: dict | None) -> None:
         tokenizer = read_tokenizer(config.model)
-        prompts = load_prompts(config.data, tokenizer, "train")
+        prompts = list(load_prompts(config.data, tokenizer, "train"))
         responses = tokenize_responses(prompts, tokenizer, config.data)
         self.responses = {prompt.index: response for prompt, response in zip(prompts, responses, strict=True)}
         longest = max(len(prompt.tokens) + len(self.responses[prompt.index]) for prompt in prompts)

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -182,7 +183,7 @@ def test_a_run_that_is_none_is_neither_exported_nor_plotted(run_main, tmp_path, 
     assert [path.name for path in tmp_path.iterdir()] == ["folder"]
 
 
-def test_a_refusal_under_torchrun_is_printed_once(settings, tmp_path):
+def test_a_refusal_under_torchrun_is_printed_once(settings):
     """All processes refuse; the sentence comes from the first, with nothing of ours but it."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "trainer"]
     done = subprocess.run(
@@ -191,7 +192,7 @@ def test_a_refusal_under_torchrun_is_printed_once(settings, tmp_path):
         text=True,
         timeout=120,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
-        cwd=tmp_path,
+        cwd=Path(__file__).parents[2],
     )
     assert done.returncode != 0
     ours = done.stderr.partition("torch/distributed/elastic")[0]

@@ -5,12 +5,16 @@ it is torch's own varlen flash attention; elsewhere (CPU, or float32) the heads 
 torch's SDPA inside the attention call alone, where right-padded causal rows need no mask.
 """
 
+import inspect
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
+
+# torch 2.11 takes fewer KV heads than query heads as they are; later versions want to be told.
+_GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,7 @@ def packed_attention(
             packing.longest,
             scale=scaling,
             window_size=(-1, 0),
-            enable_gqa=True,
+            **_GROUPED,
         )
         return out_TND[None], None
     rows, longest = len(packing.lengths), packing.longest

@@ -1,0 +1,123 @@
+"""On a CUDA device: torch's varlen attention in bfloat16, float32 beside it, and the engine against the trainer.
+
+bash tests/run.sh -m gpu
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+
+from examples.countdown import make_model
+from grpo.batch import jagged, make_batch
+from grpo.losses import AlgorithmConfig
+from workers.actor import ActorConfig, ActorWorker
+from workers.engines.torch_engine import TorchEngine
+from workers.parallel.mesh import join, make_layout, pick_device
+from workers.parallel.policy import ModelConfig, load_policy
+from workers.rollout import RolloutConfig, RolloutWorker
+from workers.sharding import ShardingManager
+
+pytestmark = pytest.mark.gpu
+KINDS = {"qwen2": True, "qwen3": True, "llama": False}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    for kind, tied in KINDS.items():
+        # Heads of 64 as real models have them; 4 query heads to 2 KV heads.
+        model = make_model(kind, tied=tied, hidden=256, heads=4, kv_heads=2, feed_forward=512, seed=3)
+        model.save_pretrained(folder / kind)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def layouts():
+    """The one process as a layout on the GPU and one on the CPU."""
+    device = pick_device("cuda")
+    if dist.is_initialized():  # by the CPU tests of the same session, over gloo alone
+        dist.destroy_process_group()
+    join(device, 120.0)
+    yield {"cuda": make_layout(device, 1, 1), "cpu": make_layout(torch.device("cpu"), 1, 1)}
+    dist.destroy_process_group()
+
+
+def sequences() -> tuple[torch.Tensor, list[int], torch.Tensor]:
+    random = torch.Generator().manual_seed(0)
+    lengths = [5, 300, 1, 77, 128, 31]
+    tokens = torch.randint(2, 100, (sum(lengths),), generator=random)
+    mask = torch.cat([torch.arange(n) >= 1 for n in lengths])
+    return tokens, lengths, mask
+
+
+def logprobs(policy, device, tokens, lengths, mask):
+    with torch.no_grad():
+        logp, entropy = policy(tokens.to(device), lengths, mask.to(device), 0.9)
+    return logp.cpu(), entropy.cpu()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_float32_on_the_gpu_equals_the_cpu(kind, models, layouts):
+    config = ModelConfig(path=str(models / kind), dtype="float32")
+    results = [
+        logprobs(load_policy(config, layouts[name], trains=False), name, *sequences()) for name in ("cuda", "cpu")
+    ]
+    for ours, reference in zip(*results, strict=True):
+        torch.testing.assert_close(ours, reference, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_varlen_bfloat16_is_as_near_to_float32_as_transformers_is_and_respects_borders(kind, models, layouts):
+    tokens, lengths, mask = sequences()
+    policy = load_policy(ModelConfig(path=str(models / kind), dtype="bfloat16"), layouts["cuda"], trains=False)
+    half, _ = logprobs(policy, "cuda", tokens, lengths, mask)
+    one_by_one = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        model = transformers.AutoModelForCausalLM.from_pretrained(models / kind, dtype=dtype).to("cuda")
+        rows = []
+        for row in tokens.cuda().split(lengths):
+            with torch.no_grad():
+                logp = (model(row[None]).logits[0, :-1].float() / 0.9).log_softmax(-1)
+            rows += [torch.zeros(1), logp.gather(1, row[1:, None])[:, 0].cpu()]
+        one_by_one[dtype] = torch.cat(rows)
+    theirs = (one_by_one[torch.bfloat16] - one_by_one[torch.float32])[mask].abs().mean()
+    ours = (half - one_by_one[torch.float32])[mask].abs().mean()
+    assert ours <= 1.3 * theirs, (ours, theirs)
+    changed = tokens.clone()
+    changed[5:305] = 7  # the second sequence alone
+    other, _ = logprobs(policy, "cuda", changed, lengths, mask)
+    assert torch.equal(other[305:], half[305:])
+    assert torch.equal(other[:5], half[:5])
+    assert not torch.equal(other[5:305], half[5:305])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_after_an_update_the_engine_samples_from_the_actors_weights(dtype, models, layouts):
+    model, layout = ModelConfig(path=str(models / "qwen2"), dtype=dtype), layouts["cuda"]
+    actor = ActorWorker(model, ActorConfig(learning_rate=1e-2), AlgorithmConfig(), layout, 1.0, 10)
+    tokens, lengths, mask = sequences()
+    fields = {
+        "tokens": jagged(tokens.split(lengths)),
+        "response_mask": jagged(mask.split(lengths)),
+        "rollout_logprobs": jagged(torch.zeros(len(tokens)).split(lengths)),
+        "advantages": jagged((torch.randn(len(tokens)) * mask).split(lengths)),
+    }
+    before = {name: p.detach().full_tensor().clone() for name, p in actor.policy.named_parameters()}
+    metrics = actor.update(make_batch({**fields, "group": torch.arange(len(lengths))}))
+    assert metrics["grad_norm"] > 0
+    engine = TorchEngine(model, layout.device)
+    rollout = RolloutWorker(RolloutConfig(max_response_tokens=64), engine, layout, (1,), seed=0)
+    prompts = make_batch({"tokens": jagged([torch.arange(2, 9), torch.arange(40, 43)])})
+    sharding = ShardingManager(actor, rollout)
+    with sharding.serving():
+        samples = rollout.generate(prompts, 16)
+    sharding.expect_current(samples)
+    for name, parameter in actor.policy.named_parameters():
+        master = parameter.detach().full_tensor()
+        assert not torch.equal(master, before[name]) or name.endswith("k_proj.bias")
+        sent = engine.weights[name.removeprefix("causal_lm.")]
+        assert torch.equal(sent, master.to(sent.dtype)), name
+    ours = actor.compute_logprobs(samples)["old_logprobs"].values()
+    gap = (ours - samples["rollout_logprobs"].values())[samples["response_mask"].values()].abs()
+    assert gap.mean() < (0.02 if dtype == "bfloat16" else 1e-5)
