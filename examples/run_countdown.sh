@@ -3,16 +3,14 @@
 #
 #   bash examples/run_countdown.sh                     on this machine, from nothing: a small policy, two CPU cores
 #   PRESET=direct|search|hard bash examples/...        quick (one try), the default, or one not solved in ten minutes
-#   MODEL=Qwen/Qwen2.5-3B-Instruct NPROC=4 bash examples/run_countdown.sh rollout.engine=sglang
+#   MODEL=Qwen/Qwen2.5-3B-Instruct NPROC=4 bash examples/run_countdown.sh
 #                                                      on GPUs, from a model of the hub or a folder
 #
 # Arguments are settings (key=value) of the training. NAME=... names the run, SEED=... seeds it.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-if [ -n "${MODEL:-}" ]; then extras=sglang; else extras=""; fi
-case " $* " in *" rollout.engine=torch "*) extras="" ;; *" rollout.engine=sglang "*) extras=sglang ;; esac
 # shellcheck source=examples/environment.sh
-source "$root/examples/environment.sh" "$extras"
+source "$root/examples/environment.sh" ""
 cd "$root"
 
 seed=${SEED:-0}

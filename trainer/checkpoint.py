@@ -7,6 +7,7 @@ written under a temporary name and renamed when it is whole, so that a folder na
 import contextlib
 import json
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +98,9 @@ def export(run_folder: Path, out: Path, model: ModelConfig, step: int | None = N
         )
     causal_lm = transformers.AutoModelForCausalLM.from_config(read_config(model), dtype=torch.float32)
     weights = {f"{PREFIX}{name}": tensor for name, tensor in causal_lm.named_parameters()}
-    dcp.load({"model": weights}, checkpoint_id=wanted, no_dist=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as it is meant to be here
+        dcp.load({"model": weights}, checkpoint_id=wanted, no_dist=True)
     causal_lm.save_pretrained(out)
     read_tokenizer(model).save_pretrained(out)
     with contextlib.suppress(OSError):  # a model folder need not have one

@@ -50,12 +50,10 @@ def run_sft(config: SftConfig, device: torch.device, run_folder: Path) -> Path:
     controls = dist.get_rank() == 0
     checkpoints = Checkpoints(run_folder, config.checkpoint.keep)
     resumed = checkpoints.newest() if config.checkpoint.resume else None
-    position = None if resumed is None else checkpoints.progress(resumed)["data"]
-    data = on_controller(lambda: Demonstrations(config, position))
-    layout = make_layout(device, config.actor.replicate, config.actor.tensor_parallel)
-    actor = ActorWorker(config.model, config.actor, AlgorithmConfig(), layout, 1.0, config.steps)
-    done = 0 if resumed is None else checkpoints.load(resumed, actor)
+    progress = {"step": 0, "data": None} if resumed is None else checkpoints.progress(resumed)
+    done = progress["step"]
     with ExitStack() as stack:
+        data = on_controller(lambda: Demonstrations(config, progress["data"]))
         watch, tracker = Stopwatch(device.type == "cuda"), None
         if controls:
             tracker = stack.enter_context(Tracker(config.tracking, run_folder, config.steps, asdict(config), done))
@@ -63,6 +61,10 @@ def run_sft(config: SftConfig, device: torch.device, run_folder: Path) -> Path:
             (run_folder / "config.yaml").write_text(to_yaml(config))
             if resumed is None:
                 checkpoints.start_anew()
+        layout = make_layout(device, config.actor.replicate, config.actor.tensor_parallel)
+        actor = ActorWorker(config.model, config.actor, AlgorithmConfig(), layout, 1.0, config.steps)
+        if resumed is not None:
+            checkpoints.load(resumed, actor)
         for step in range(done + 1, config.steps + 1):
             with watch("step"):
                 metrics = actor.imitate(data.next() if controls else None)

@@ -39,15 +39,16 @@ class Trainer:
     """GRPO from a config to a trained policy. The process group must have been joined."""
 
     def __init__(self, config: TrainConfig, device: torch.device, run_folder: Path) -> None:
-        self.config, self.run_folder = config, run_folder
+        self.config, self.device, self.run_folder = config, device, run_folder
         self.controls = dist.get_rank() == 0
         self.stack = ExitStack()
-        self.step = 0
-        self.held_out: Sequence[Prompt] = []  # on the controller alone
+        self.held_out: Sequence[Prompt] = []  # on the controller alone, as is the tracker
+        self.tracker: Tracker | None = None
+        self.watch = Stopwatch(device.type == "cuda")
         self.checkpoints = Checkpoints(run_folder, config.checkpoint.keep)
         resumed = self.checkpoints.newest() if config.checkpoint.resume else None
+        self.step = 0 if resumed is None else self.checkpoints.progress(resumed)["step"]
         on_controller(lambda: self._open_controller(resumed))
-        world = dist.get_world_size()
         layout = make_layout(device, config.actor.replicate, config.actor.tensor_parallel)
         temperature = config.rollout.temperature
         self.actor = ActorWorker(
@@ -57,25 +58,13 @@ class Trainer:
         if config.algorithm.kl_coefficient:
             self.ref = RefWorker(config.model, config.actor.max_tokens_per_microbatch, layout, temperature)
         # Every process serves its own share of the prompts, also where several share the trained matrices.
-        everyone = layout if world == layout.parts else make_layout(device, 1, 1)
+        everyone = layout if layout.slices == 1 else make_layout(device, 1, 1)
         engine = TorchEngine(config.model, device)
         self.stack.callback(engine.shutdown)
         self.rollout = RolloutWorker(config.rollout, engine, everyone, stop_tokens(config.model), config.seed)
         self.sharding = ShardingManager(self.actor, self.rollout)
         if resumed is not None:
-            self.step = self.checkpoints.load(resumed, self.actor)
-        self.watch = Stopwatch(device.type == "cuda")
-        self.tracker = None
-        if self.controls:
-            self.tracker = Tracker(config.tracking, run_folder, config.steps, asdict(config), self.step)
-            self.stack.enter_context(self.tracker)
-            self.watch = Stopwatch(device.type == "cuda", self.tracker.phase)
-            (run_folder / "config.yaml").write_text(to_yaml(config))
-            self.tracker.say(sizes_table(config, world))
-            if resumed is None:
-                self.checkpoints.start_anew()
-            else:
-                self.tracker.say(f"Going on after step {self.step} from {resumed}.")
+            self.checkpoints.load(resumed, self.actor)
 
     def _open_controller(self, resumed: Path | None) -> None:
         """What only the controller holds: the data, the tokenizer, the reward pool. Nothing here loads weights."""
@@ -92,6 +81,15 @@ class Trainer:
             if len(self.held_out) < dist.get_world_size():
                 raise ConfigError(f"data.eval has {len(self.held_out)} rows, fewer than there are processes.")
         self.pool = self.stack.enter_context(RewardPool(config.rewards))
+        self.tracker = Tracker(config.tracking, self.run_folder, config.steps, asdict(config), self.step)
+        self.stack.enter_context(self.tracker)
+        self.watch = Stopwatch(self.device.type == "cuda", self.tracker.phase)
+        (self.run_folder / "config.yaml").write_text(to_yaml(config))
+        self.tracker.say(sizes_table(config, dist.get_world_size()))
+        if resumed is None:
+            self.checkpoints.start_anew()
+        else:
+            self.tracker.say(f"Going on after step {self.step} from {resumed}.")
 
     def run(self) -> None:
         """Train to the last step."""
@@ -149,6 +147,7 @@ class Trainer:
             metrics = self.grade(batch, prompts, config.samples_per_prompt)
         if batch is None:
             return {}
+        metrics["time/sync"] = self.sharding.seconds
         accuracy = config.accuracy or next(iter(self.config.rewards.weights))
         metrics["accuracy"] = float((batch[f"rewards/{accuracy}"] >= 1 - 1e-6).float().mean())
         return {f"eval/{name}": value for name, value in metrics.items()}

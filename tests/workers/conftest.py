@@ -16,7 +16,7 @@ from workers.parallel.mesh import Layout, join, make_layout, pick_device
 from workers.parallel.policy import ModelConfig
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def layout() -> Iterator[Layout]:
     """The layout of this process alone, in the process group that is there or in one of its own."""
     device, joined = pick_device("cpu"), dist.is_initialized()

@@ -1,10 +1,11 @@
 """Attention over packed sequences: [1, T] tokens of many sequences side by side, none seeing another.
 
 Registered with transformers under the name "packed", so that its models run unpadded. On CUDA in half precision
-it is torch's own varlen flash attention; elsewhere (CPU, or float32) the heads are padded to a rectangle for
-torch's SDPA inside the attention call alone, where right-padded causal rows need no mask.
+it is torch's own varlen flash attention; elsewhere (CPU, or float32) the heads are padded to rectangles for torch's
+SDPA inside the attention call alone, where right-padded causal rows need no mask.
 """
 
+import functools
 import inspect
 from dataclasses import dataclass
 
@@ -18,13 +19,22 @@ _GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn
 
 
 @dataclass(frozen=True)
+class Rectangle:
+    """Sequences of similar length, padded to the longest of them."""
+
+    rows: int
+    longest: int
+    tokens: torch.Tensor  # [n] int64, where their tokens stand in the packed row
+    cells: torch.Tensor  # [n] int64, where each of them goes in the [rows x longest] cells
+
+
+@dataclass(frozen=True)
 class Packing:
     """Where the sequences of one packed row [T] begin and end, on the device of the tokens."""
 
     lengths: list[int]
     starts: torch.Tensor  # [sequences + 1] int32, cumulated lengths
     positions: torch.Tensor  # [T] int64, counted anew in each sequence
-    cells: torch.Tensor  # [T] int64, where each token stands in the padded [sequences x longest] rectangle
 
     @property
     def longest(self) -> int:
@@ -34,10 +44,26 @@ class Packing:
     def of(cls, lengths: list[int], device: torch.device) -> "Packing":
         lengths_N = torch.tensor(lengths)
         starts = F.pad(lengths_N.cumsum(0), (1, 0))
-        row_T = torch.repeat_interleave(torch.arange(len(lengths)), lengths_N)
-        positions = torch.arange(int(starts[-1])) - starts[row_T]
-        cells = row_T * max(lengths) + positions
-        return cls(lengths, starts.to(device, torch.int32), positions.to(device), cells.to(device))
+        positions = torch.arange(int(starts[-1])) - starts[:-1].repeat_interleave(lengths_N)
+        return cls(lengths, starts.to(device, torch.int32), positions.to(device))
+
+    @functools.cached_property
+    def rectangles(self) -> list[Rectangle]:
+        """The sequences from long to short, a new rectangle where one has less than 60 % of the longest's length."""
+        starts = self.starts.tolist()
+        groups: list[list[int]] = []
+        for row in sorted(range(len(self.lengths)), key=lambda row: -self.lengths[row]):
+            if not groups or self.lengths[row] < 0.6 * self.lengths[groups[-1][0]]:
+                groups.append([])
+            groups[-1].append(row)
+        rectangles = []
+        for group in groups:
+            longest = self.lengths[group[0]]
+            tokens = torch.cat([torch.arange(starts[row], starts[row + 1]) for row in group])
+            cells = torch.cat([torch.arange(self.lengths[row]) + i * longest for i, row in enumerate(group)])
+            device = self.starts.device
+            rectangles.append(Rectangle(len(group), longest, tokens.to(device), cells.to(device)))
+        return rectangles
 
 
 def packed_attention(
@@ -67,23 +93,20 @@ def packed_attention(
             **_GROUPED,
         )
         return out_TND[None], None
-    rows, longest = len(packing.lengths), packing.longest
+    out_TND = torch.zeros_like(query[0].transpose(0, 1))
+    for rectangle in packing.rectangles:
 
-    def pad(x: torch.Tensor) -> torch.Tensor:
-        heads_TND = x[0].transpose(0, 1)
-        padded = heads_TND.new_zeros(rows * longest, *heads_TND.shape[1:])
-        padded = padded.index_copy(0, packing.cells, heads_TND)
-        return padded.view(rows, longest, *heads_TND.shape[1:]).transpose(1, 2)
+        def pad(x: torch.Tensor, to: Rectangle = rectangle) -> torch.Tensor:
+            heads_nHD = x[0].transpose(0, 1).index_select(0, to.tokens)
+            cells = heads_nHD.new_zeros(to.rows * to.longest, *heads_nHD.shape[1:]).index_copy(0, to.cells, heads_nHD)
+            return cells.view(to.rows, to.longest, *heads_nHD.shape[1:]).transpose(1, 2)
 
-    out = F.scaled_dot_product_attention(
-        pad(query),
-        pad(key),
-        pad(value),
-        is_causal=True,
-        scale=scaling,
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
-    out_TND = out.transpose(1, 2).flatten(0, 1).index_select(0, packing.cells)
+        q, k, v = pad(query), pad(key), pad(value)
+        out = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
+        )
+        cells_nND = out.transpose(1, 2).flatten(0, 1).index_select(0, rectangle.cells)
+        out_TND = out_TND.index_copy(0, rectangle.tokens, cells_nND)
     return out_TND[None], None
 
 

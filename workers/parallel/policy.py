@@ -183,12 +183,18 @@ def check_layout(hf_config: transformers.PretrainedConfig, tensor: int) -> None:
 
 
 def local_folder(path: str) -> str:
-    """The folder that holds the safetensors of a Hugging Face folder or hub name, downloading them if need be."""
-    if Path(path).is_dir():
-        return path
-    from huggingface_hub import snapshot_download
+    """The folder with the safetensors of a Hugging Face folder or hub name, downloaded if need be.
 
-    return snapshot_download(path, allow_patterns=["*.safetensors", "*.json"])
+    Raises ConfigError where there are none.
+    """
+    folder = path
+    if not Path(path).is_dir():
+        from huggingface_hub import snapshot_download
+
+        folder = snapshot_download(path, allow_patterns=["*.safetensors", "*.json"])
+    if not any(Path(folder).glob("*.safetensors")):
+        raise ConfigError(f"model.path={path} has no *.safetensors: save it with save_pretrained of transformers 5.")
+    return folder
 
 
 class _NormParallel(ParallelStyle):
