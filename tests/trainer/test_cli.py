@@ -14,6 +14,7 @@ import workers.actor
 import workers.ref
 from examples.countdown import make_model
 from grpo.config import describe
+from trainer.__main__ import settings_page
 from trainer.config import SftConfig, TrainConfig
 
 
@@ -101,7 +102,7 @@ def test_no_reward(refusal, settings):
     [
         (3, ["actor.tensor_parallel=2"], ["3 process(es)", "actor.tensor_parallel=2", "a multiple of 2"]),
         (6, ["actor.tensor_parallel=2", "actor.replicate=2"], ["actor.replicate=2", "a multiple of 4"]),
-        (4, ["actor.tensor_parallel=4"], ["actor.tensor_parallel=4", "num_attention_heads=2", "divisor"]),
+        (4, ["actor.tensor_parallel=4"], ["actor.tensor_parallel=4", "vocab_size=118", "divisor"]),
         (8, [], ["algorithm.prompts_per_step=4", "8", "at least 8"]),
     ],
 )
@@ -211,3 +212,8 @@ def test_help_has_every_setting_with_its_meaning(command, schema, run_main, caps
         line = next((i for i, text in enumerate(shown) if text.startswith(f"  {key} (")), None)
         assert line is not None, key
         assert shown[line + 1].strip() == doc
+
+
+def test_the_settings_page_in_the_docs_is_what_the_command_prints():
+    page = Path(__file__).parents[2] / "docs" / "config.md"
+    assert page.read_text() == settings_page() + "\n", "run python -m trainer settings > docs/config.md"
