@@ -6,7 +6,7 @@
 #   MODEL=Qwen/Qwen2.5-3B-Instruct NPROC=4 bash examples/run_countdown.sh
 #                                                      on GPUs, from a model of the hub or a folder
 #
-# Arguments are settings (key=value) of the training. NAME=... names the run, SEED=... seeds it.
+# Arguments are settings (key=value) of the training. NAME=... names the run (countdown), SEED=... seeds it (0).
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 # shellcheck source=examples/environment.sh
@@ -34,7 +34,7 @@ if [ -n "${MODEL:-}" ]; then
 else
     preset=${PRESET:-search}
     case $preset in search | direct | hard) ;; *) fail "PRESET=$preset is not a preset: use search, direct or hard." ;; esac
-    name=${NAME:-countdown-$preset-$seed}
+    name=${NAME:-countdown}
     python examples/countdown.py "runs/$name/data" --preset "$preset" --seed "$seed"
     trainer sft examples/countdown_sft.yaml "model.path=runs/$name/data/model" \
         "data.train=runs/$name/data/demonstrations.jsonl" "seed=$seed" "tracking.name=$name/warm-start"

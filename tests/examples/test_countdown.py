@@ -9,13 +9,16 @@ import sys
 from fractions import Fraction
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import transformers
 
 import rewards
 from examples.countdown import (
+    Preset,
     Problem,
+    candidates,
     demonstrate,
     demonstrations,
     make_model,
@@ -24,6 +27,7 @@ from examples.countdown import (
     problems,
     write,
 )
+from workers.parallel.policy import ModelConfig, read_tokenizer
 
 STEP = re.compile(r"(\d+) ([-+*]) (\d+) = (\d+) , (\d+) ([-+*]) (\d+) = (\d+) (yes|no)")
 
@@ -87,25 +91,44 @@ def test_every_trace_is_exact_and_its_verdicts_are_the_rewards(name):
         assert tokenizer.decode(tokenizer(row["response"])["input_ids"]) == row["response"]
 
 
-@pytest.mark.parametrize(
-    ("name", "solved", "tries"),
-    # chance of a hit p = right + (1 - right) * random; solved = p / (1 - (1 - p)(1 - give_up))
-    [("search", 0.513, 1.32), ("direct", 0.568, 1.0), ("hard", 0.48, 1.52)],
-)
-def test_demonstrations_are_as_good_as_the_preset_says(name, solved, tries):
+def expectation(problem: Problem, preset: Preset) -> tuple[float, float]:
+    """The chance that a demonstration of `problem` solves it, and its mean number of tries, by the preset's rules."""
+    found = candidates(tuple(sorted(problem.numbers)), preset.operators)
+    count, right = sum(map(len, found.values())), len(found[problem.target])
+    solved = tries = 0.0
+    for share, going_on in ((preset.patient, 1 - preset.give_up), (1 - preset.patient, 0.0)):
+        reached = share
+        for done in range(min(preset.most_tries, count)):
+            hit = preset.right + (1 - preset.right) * right / (count - done)
+            solved, tries = solved + reached * hit, tries + reached
+            reached *= (1 - min(hit, 1.0)) * going_on
+    return solved, tries
+
+
+@pytest.mark.parametrize("name", ["search", "direct", "hard"])
+def test_demonstrations_are_as_good_as_the_preset_says(name):
     preset = dataclasses.replace(presets()[name], demonstrations=8000)
-    rows = demonstrations(problems(preset, seed=0)[0], preset, seed=0)
-    assert sum(" yes " in row["response"] for row in rows) / len(rows) == pytest.approx(solved, abs=0.025)
+    training, _ = problems(preset, seed=0)
+    rows = demonstrations(training, preset, seed=0)
+    solved, tries = np.mean([expectation(problem, preset) for problem in training], axis=0)
+    assert sum(" yes " in row["response"] for row in rows) / len(rows) == pytest.approx(solved, abs=0.02)
     assert sum(row["response"].count(",") for row in rows) / len(rows) == pytest.approx(tries, abs=0.04)
+    assert name == "direct" or solved <= 0.4
 
 
 def test_demonstrations_stop_at_a_hit_and_at_the_most_tries():
-    problem = Problem((3, 7, 2), 12)
-    always = dataclasses.replace(presets()["search"], right=1.0, give_up=0.0)
-    never = dataclasses.replace(always, right=0.0, most_tries=3)
-    assert demonstrate(problem, always, random.Random(0)).count(",") == 1
-    unsolvable = Problem((1, 1, 1), 30)
-    assert demonstrate(unsolvable, never, random.Random(0)).count(" no") == 3
+    problem, unsolvable = Problem((3, 7, 2), 12), Problem((9, 5, 2), 30)
+    patient = dataclasses.replace(presets()["search"], patient=1.0, give_up=0.0, most_tries=3)
+    assert demonstrate(problem, dataclasses.replace(patient, right=1.0), random.Random(0)).count(",") == 1
+    assert demonstrate(unsolvable, patient, random.Random(0)).count(" no") == 3
+    careless = dataclasses.replace(patient, patient=0.0)
+    assert demonstrate(unsolvable, careless, random.Random(0)).count(" no") == 1
+
+
+def test_a_patient_search_tries_nothing_twice():
+    patient = dataclasses.replace(presets()["search"], patient=1.0, give_up=0.0, most_tries=10)
+    tries = [t.group() for t in STEP.finditer(demonstrate(Problem((9, 5, 2), 30), patient, random.Random(0)))]
+    assert len(tries) == len(set(tries)) == 10
 
 
 def test_the_folder_holds_disjoint_problems_and_the_same_again(folder, tmp_path):
@@ -128,7 +151,7 @@ def test_the_folder_holds_disjoint_problems_and_the_same_again(folder, tmp_path)
 
 
 def test_the_model_folder_loads_as_any_other(folder):
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "model")
+    tokenizer = read_tokenizer(ModelConfig(path=str(folder / "model")))
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / "model")
     assert len(tokenizer) == model.config.vocab_size == 118
     assert model.num_parameters() < 200_000
