@@ -116,7 +116,9 @@ def main() -> None:
     arguments = parse(sys.argv[1:])
     transformers.utils.logging.disable_progress_bar()
     datasets.disable_progress_bars()
-    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
+    # Their warnings are about torch's own calls of itself; nothing here or in a config changes them.
+    for name in ("torch.fx._symbolic_trace", "torch.distributed.tensor._redistribute"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     try:
         if arguments.command in SCHEMAS:
             train(arguments.command, arguments.config, arguments.overrides)
