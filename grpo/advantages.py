@@ -6,6 +6,15 @@ from tensordict import TensorDict
 from grpo.batch import lengths_of, with_values
 
 
+def groups_with_signal(rewards_B: torch.Tensor, group_B: torch.Tensor) -> torch.Tensor:
+    """[groups] bool, in ascending order of the group's number: whether its rewards are not all equal."""
+    _, group_B = group_B.unique(return_inverse=True)
+    count = int(group_B.max()) + 1
+    highest_G = rewards_B.new_full((count,), -torch.inf).scatter_reduce_(0, group_B, rewards_B, "amax")
+    lowest_G = rewards_B.new_full((count,), torch.inf).scatter_reduce_(0, group_B, rewards_B, "amin")
+    return highest_G > lowest_G
+
+
 def group_advantages(rewards_B: torch.Tensor, group_B: torch.Tensor, scale: bool = True) -> torch.Tensor:
     """(reward - group mean) / group standard deviation, [B] float32 (GRPO, arXiv:2402.03300, section 4.1.2).
 
@@ -17,9 +26,7 @@ def group_advantages(rewards_B: torch.Tensor, group_B: torch.Tensor, scale: bool
     rewards_B = rewards_B.double()
     mean_G = torch.zeros_like(count_G, dtype=torch.double).index_add_(0, group_B, rewards_B) / count_G
     centred_B = rewards_B - mean_G[group_B]
-    highest_G = torch.full_like(mean_G, -torch.inf).scatter_reduce_(0, group_B, rewards_B, "amax")
-    lowest_G = torch.full_like(mean_G, torch.inf).scatter_reduce_(0, group_B, rewards_B, "amin")
-    signal_B = (highest_G > lowest_G)[group_B]
+    signal_B = groups_with_signal(rewards_B, group_B)[group_B]
     if scale:
         variance_G = torch.zeros_like(mean_G).index_add_(0, group_B, centred_B**2) / (count_G - 1).clamp(min=1)
         centred_B = centred_B / (variance_G.sqrt()[group_B] + 1e-6)

@@ -30,7 +30,11 @@ class Checkpoints:
 
     def newest(self) -> Path | None:
         """The newest whole checkpoint, or None."""
-        return max(self.folder.glob("step-" + "[0-9]" * 8), default=None)
+        return max(self.whole(), default=None)
+
+    def whole(self) -> list[Path]:
+        """The whole checkpoints, oldest first."""
+        return sorted(self.folder.glob("step-" + "[0-9]" * 8))
 
     def start_anew(self) -> None:
         """Put what an earlier run left in this folder out of the way, so that it is never taken for this run's."""
@@ -55,7 +59,7 @@ class Checkpoints:
             progress = {"step": step, "updates": actor.updates, "version": actor.version, "data": position}
             (part / "progress.json").write_text(json.dumps(progress))
             part.rename(whole)
-            for old in sorted(self.folder.glob("step-" + "[0-9]" * 8))[: -self.keep]:
+            for old in self.whole()[: -self.keep]:
                 old.rename(old.with_suffix(".partial"))  # before its files go: a kill must not leave half of it
             for part in self.folder.glob("*.partial"):
                 shutil.rmtree(part)
@@ -87,7 +91,7 @@ def export(run_folder: Path, out: Path, model: ModelConfig, step: int | None = N
     checkpoints = Checkpoints(run_folder, keep=1)
     wanted = checkpoints.newest() if step is None else checkpoints.folder / f"step-{step:08d}"
     if wanted is None or not wanted.is_dir():
-        there = sorted(int(path.name[5:]) for path in checkpoints.folder.glob("step-" + "[0-9]" * 8))
+        there = [int(path.name[5:]) for path in checkpoints.whole()]
         raise ConfigError(
             f"{run_folder} has no checkpoint{'' if step is None else f' of step {step}'}: "
             + (

@@ -11,6 +11,7 @@ from grpo.losses import AlgorithmConfig
 from rewards import RewardsConfig
 from trainer.tracking import TrackingConfig
 from workers.actor import ActorConfig
+from workers.parallel.mesh import count_shards
 from workers.parallel.policy import ModelConfig, check_layout, read_config
 from workers.rollout import RolloutConfig
 
@@ -55,12 +56,7 @@ class RunConfig:
         if self.checkpoint.resume and not self.tracking.name:
             raise ConfigError("checkpoint.resume needs tracking.name: the name of the run to go on with.")
         self.actor.check()
-        copies = self.actor.replicate * self.actor.tensor_parallel
-        if world % copies:
-            raise ConfigError(
-                f"{world} process(es) cannot be cut into actor.replicate={self.actor.replicate} x "
-                f"actor.tensor_parallel={self.actor.tensor_parallel}: start a multiple of {copies} processes."
-            )
+        count_shards(world, self.actor.replicate, self.actor.tensor_parallel)
         check_layout(read_config(self.model), self.actor.tensor_parallel)
 
     def check_length(self, tokens: int, made_of: str) -> None:
@@ -161,7 +157,7 @@ class TrainConfig(RunConfig):
 def sizes_table(config: SftConfig | TrainConfig, world: int) -> Table:
     """How many of what a step has, in all and for each data-parallel part."""
     tensor, replicate = config.actor.tensor_parallel, config.actor.replicate
-    shards = world // (tensor * replicate)
+    shards = count_shards(world, replicate, tensor)
     layout = f"{world} process(es) = {replicate} replica(s) x {shards} shard(s) x {tensor} tensor-parallel"
     table = Table(title=layout, title_justify="left", box=None, pad_edge=False)
     table.add_column("")

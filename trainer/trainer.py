@@ -16,7 +16,7 @@ import transformers
 from tensordict import TensorDict
 
 import rewards
-from grpo.advantages import compute_advantages
+from grpo.advantages import compute_advantages, groups_with_signal
 from grpo.batch import examples_of, jagged, lengths_of, make_batch
 from grpo.config import ConfigError, to_yaml
 from grpo.data import Prompt, Prompts, PromptStream, load_prompts
@@ -219,14 +219,10 @@ def batch_metrics(batch: TensorDict) -> dict[str, float]:
     """What a graded batch looks like: rewards, their parts, groups without signal, lengths."""
     total = batch["rewards"]
     lengths = torch.tensor([int(mask.sum()) for mask in batch["response_mask"].unbind()], dtype=torch.float32)
-    _, group = batch["group"].unique(return_inverse=True)
-    count = int(group.max()) + 1
-    highest = torch.full((count,), -torch.inf).scatter_reduce_(0, group, total, "amax")
-    lowest = torch.full((count,), torch.inf).scatter_reduce_(0, group, total, "amin")
     metrics = {
         "reward/mean": total.mean(),
         "reward/std": total.std(),
-        "groups/no_signal": (highest == lowest).float().mean(),
+        "groups/no_signal": 1 - groups_with_signal(total, batch["group"]).float().mean(),
         "response_length/mean": lengths.mean(),
         "response_length/max": lengths.max(),
         "response_length/truncated": batch["truncated"].float().mean(),

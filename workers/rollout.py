@@ -1,6 +1,5 @@
 """The RolloutWorker: turns prompts into sampled responses with the engine of this process."""
 
-import time
 from dataclasses import dataclass
 
 import torch
@@ -63,9 +62,7 @@ class RolloutWorker(Worker):
             seed=hash((self.seed, self.version, self.layout.part, samples)) % 2**31,
         )
         questions = [row.tolist() for row in prompts["tokens"].unbind()]
-        begun = time.perf_counter()
         answers = self.engine.generate(questions, samples, sampling)
-        seconds = time.perf_counter() - begun
         tokens, mask, logprobs, truncated = [], [], [], []
         for question, responses in zip(questions, answers, strict=True):
             for response in responses:
@@ -73,14 +70,12 @@ class RolloutWorker(Worker):
                 mask.append(torch.arange(len(tokens[-1])) >= len(question))
                 logprobs.append(torch.tensor([0.0] * len(question) + response.logprobs))
                 truncated.append(response.truncated)
-        rows = len(tokens)
         return make_batch(
             {
                 "tokens": jagged(tokens),
                 "response_mask": jagged(mask),
                 "rollout_logprobs": jagged(logprobs),
                 "truncated": torch.tensor(truncated),
-                "version": torch.full((rows,), self.version),
-                "rollout_seconds": torch.full((rows,), seconds, dtype=torch.float64),
+                "version": torch.full((len(tokens),), self.version),
             }
         )

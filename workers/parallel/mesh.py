@@ -74,18 +74,23 @@ class Layout:
         return self.replicas * self.shards
 
 
+def count_shards(world: int, replicate: int, tensor: int) -> int:
+    """How many shards `world` processes make; raises ConfigError where replicate x tensor does not divide them."""
+    if world % (replicate * tensor):
+        raise ConfigError(
+            f"{world} process(es) cannot be cut into actor.replicate={replicate} x "
+            f"actor.tensor_parallel={tensor}: start a multiple of {replicate * tensor} processes."
+        )
+    return world // (replicate * tensor)
+
+
 def make_layout(device: torch.device, replicate: int, tensor: int) -> Layout:
     """Lay all processes out as (replicate, shard, tensor), tensor-parallel peers side by side.
 
     Raises ConfigError where replicate x tensor does not divide their number.
     """
     world = dist.get_world_size()
-    if world % (replicate * tensor):
-        raise ConfigError(
-            f"{world} process(es) cannot be cut into actor.replicate={replicate} x "
-            f"actor.tensor_parallel={tensor}: start a multiple of {replicate * tensor} processes."
-        )
-    shards = world // (replicate * tensor)
+    shards = count_shards(world, replicate, tensor)
     mesh = init_device_mesh(device.type, (replicate, shards, tensor), mesh_dim_names=("replicate", "shard", "tensor"))
     part, peer = divmod(dist.get_rank(), tensor)
     groups = [dist.new_group(list(range(first, world, tensor))) for first in range(tensor)]
