@@ -6,9 +6,9 @@ fills the folder OUT with `model/` (an ordinary Hugging Face folder), `train.jso
 numbers, target; no problem stands in both) and `demonstrations.jsonl` (prompt, response, numbers, target; from
 the training problems only). The same preset and seed give the same files again.
 
-A problem asks to reach a target from three numbers, each used once. A demonstration tries candidates
-`( a op b ) op c` aloud and says after each whether it hit; how often it tries the right one and when it gives
-up is set by the preset, so that what is learned from it leaves reinforcement learning something to improve.
+A problem asks to reach a target from three different numbers, each used once. A demonstration tries candidates
+`( a op b ) op c` aloud, says after each whether it hit, and answers with its last one. Most give up after their
+first try, few search on: what is learned from them leaves reinforcement learning something to improve.
 """
 
 import argparse
@@ -35,13 +35,13 @@ class Preset:
 
     operators: str
     largest_number: int
-    right: float  # chance that a try is a right candidate on purpose; otherwise it is one not tried before
+    right: float  # chance that a try is a right candidate on purpose; otherwise its value is a random one
     patient: float  # share of demonstrations that search on after a miss; the others answer with it
     give_up: float  # chance that a patient one stops after a miss
     most_tries: int
     largest_target: int = 30
-    held_out: int = 256
-    demonstrations: int = 40_000
+    held_out: int = 128
+    demonstrations: int = 24_000
 
 
 def presets() -> dict[str, Preset]:
@@ -51,7 +51,7 @@ def presets() -> dict[str, Preset]:
     hard: search with multiplication, where a small model does not reach the top.
     """
     return {
-        "search": Preset("+-", 12, right=0.0, patient=0.2, give_up=0.1, most_tries=10),
+        "search": Preset("+-", 10, right=0.0, patient=0.15, give_up=0.1, most_tries=14),
         "direct": Preset("+-", 12, right=0.4, patient=0.0, give_up=1.0, most_tries=1),
         "hard": Preset("+-*", 9, right=0.0, patient=0.2, give_up=0.2, most_tries=10),
     }
@@ -59,7 +59,7 @@ def presets() -> dict[str, Preset]:
 
 @dataclass(frozen=True)
 class Problem:
-    """Reach `target` from `numbers`, each used once, in any order."""
+    """Reach `target` from `numbers`, all different, each used once, in any order."""
 
     numbers: tuple[int, int, int]
     target: int
@@ -100,7 +100,7 @@ def problems(preset: Preset, seed: int) -> tuple[list[Problem], list[Problem]]:
     rng = random.Random(f"problems {seed}")
     solvable = [
         Problem(numbers, target)
-        for numbers in itertools.combinations_with_replacement(range(1, preset.largest_number + 1), 3)
+        for numbers in itertools.combinations(range(1, preset.largest_number + 1), 3)
         for target in sorted(candidates(numbers, preset.operators))
         if 1 <= target <= preset.largest_target
     ]
@@ -112,21 +112,20 @@ def problems(preset: Preset, seed: int) -> tuple[list[Problem], list[Problem]]:
 def demonstrate(problem: Problem, preset: Preset, rng: random.Random) -> str:
     """One trace that may or may not solve `problem`; without a hit it answers with its last try.
 
-    Few demonstrations search for long, and those that do stop at any length: from them a model learns what a long
-    search looks like, from the many others not to begin one, and what pays is left to reinforcement learning.
+    Every try reaches a random value, but not that of the try before. It repeats the target beside its value, since
+    a small model compares neighbours more easily than it looks back over a long search.
     """
     found = candidates(tuple(sorted(problem.numbers)), preset.operators)
-    everything = [candidate for listed in found.values() for candidate in listed]
-    untried = rng.sample(everything, len(everything))
     patient = rng.random() < preset.patient
-    words = []
-    for tries in range(1, preset.most_tries + 1):
-        a, first, b, second, c = rng.choice(found[problem.target]) if rng.random() < preset.right else untried.pop()
-        between = calculate(a, first, b)
-        value = calculate(between, second, c)
+    words, value = [], None
+    for _ in range(preset.most_tries):
+        right = rng.random() < preset.right
+        value = problem.target if right else rng.choice([other for other in found if other != value])
+        a, first, b, second, c = rng.choice(found[value])
         hit = value == problem.target
-        words.append(f"{a} {first} {b} = {between} , {between} {second} {c} = {value} {'yes' if hit else 'no'}")
-        if hit or not untried or tries == preset.most_tries or not patient or rng.random() < preset.give_up:
+        words.append(f"{a} {first} {b} = {calculate(a, first, b)} {second} {c} = {value}")
+        words.append(f"to {problem.target} {'yes' if hit else 'no'}")
+        if hit or not patient or rng.random() < preset.give_up:
             break
     return f"{' '.join(words)} </think> <answer> ( {a} {first} {b} ) {second} {c} </answer>"
 
@@ -162,9 +161,10 @@ def make_model(
     *,
     seed: int = 0,
     hidden: int = 64,
-    layers: int = 3,
-    heads: int = 4,
-    kv_heads: int = 4,
+    layers: int = 2,
+    heads: int = 8,
+    kv_heads: int = 2,
+    head_dim: int = 16,
     feed_forward: int = 192,
     vocab: int = 118,
     tied: bool = True,
@@ -184,9 +184,10 @@ def make_model(
         num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
-        head_dim=hidden // heads,
+        head_dim=head_dim,
         intermediate_size=feed_forward,
         max_position_embeddings=512,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
         initializer_range=0.1,  # the usual 0.02 is for wide layers and learns slower here
         tie_word_embeddings=tied,
         pad_token_id=0,

@@ -42,4 +42,6 @@ set_up "${1:-}"
 
 # Many small operations: a thread that spins while it waits steals the core from the one it waits for.
 export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE}
+# A second thread gains nothing on matrices this small, and loses much where something else runs.
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 export TOKENIZERS_PARALLELISM=${TOKENIZERS_PARALLELISM:-false}

@@ -14,7 +14,8 @@ source "$root/examples/environment.sh" ""
 cd "$root"
 
 seed=${SEED:-0}
-processes=${NPROC:-1}
+cores=$(nproc)
+processes=${NPROC:-$([ -z "${MODEL:-}" ] && [ "$cores" -gt 1 ] && echo 2 || echo 1)}
 [[ $processes =~ ^[1-9][0-9]*$ ]] || fail "NPROC=$processes is not a number of processes: use 1 or more."
 [[ $seed =~ ^[0-9]+$ ]] || fail "SEED=$seed is not a seed: use a whole number."
 
@@ -36,7 +37,8 @@ else
     case $preset in search | direct | hard) ;; *) fail "PRESET=$preset is not a preset: use search, direct or hard." ;; esac
     name=${NAME:-countdown}
     python examples/countdown.py "runs/$name/data" --preset "$preset" --seed "$seed"
-    trainer sft examples/countdown_sft.yaml "model.path=runs/$name/data/model" \
+    # A step of the warm start is too short to gain from a second process.
+    python -m trainer sft examples/countdown_sft.yaml "model.path=runs/$name/data/model" \
         "data.train=runs/$name/data/demonstrations.jsonl" "seed=$seed" "tracking.name=$name/warm-start"
     trainer train examples/countdown_cpu.yaml "model.path=runs/$name/warm-start/model" \
         "data.train=runs/$name/data/train.jsonl" "data.eval=runs/$name/data/heldout.jsonl" \

@@ -82,8 +82,12 @@ class Prompts(Sequence[Prompt]):
     def __iter__(self) -> Iterator[Prompt]:
         # In order, many rows are read at once: far faster than asking for each.
         rows = self._rows.select(self._kept) if self.dropped else self._rows
-        for index, row in zip(self._kept, rows, strict=True):
-            yield Prompt(index, self._tokens[index], self._texts[index], row)
+        kept = iter(self._kept)
+        for columns in rows.iter(batch_size=1000):
+            for values in zip(*columns.values(), strict=True):
+                index = next(kept)
+                row = dict(zip(columns, values, strict=True))
+                yield Prompt(index, self._tokens[index], self._texts[index], row)
 
 
 def load_prompts(config: DataConfig, tokenizer: PreTrainedTokenizerBase, part: str) -> Prompts:
@@ -354,7 +358,7 @@ def _render(rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, config: 
         )
     if config.template is None:
         _require_column(config.prompt_column, rows.column_names, "data.prompt_column")
-        contents = rows[config.prompt_column]
+        contents = rows[config.prompt_column][:]
     else:
         columns = _template_columns(config.template, rows.column_names)
         contents = (_fill(config.template, row, i) for i, row in enumerate(rows.select_columns(columns)))

@@ -1,6 +1,7 @@
 """examples/countdown.py: its files, the exactness of its traces, and its tokenizer and model as loaded again."""
 
 import dataclasses
+import itertools
 import json
 import random
 import re
@@ -29,7 +30,7 @@ from examples.countdown import (
 )
 from workers.parallel.policy import ModelConfig, read_tokenizer
 
-STEP = re.compile(r"(\d+) ([-+*]) (\d+) = (\d+) , (\d+) ([-+*]) (\d+) = (\d+) (yes|no)")
+STEP = re.compile(r"(\d+) ([-+*]) (\d+) = (\d+) ([-+*]) (\d+) = (\d+) to (\d+) (yes|no)")
 
 
 def exact(left: str, operator: str, right: str) -> Fraction:
@@ -51,11 +52,11 @@ def rows_of(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-@pytest.mark.parametrize(("name", "total"), [("search", 1248), ("direct", 1248), ("hard", 1270)])
+@pytest.mark.parametrize(("name", "total"), [("search", 460), ("direct", 846), ("hard", 811)])
 def test_problems_are_all_there_once_and_the_held_out_ones_apart(name, total):
     preset = presets()[name]
     training, held_out = problems(preset, seed=0)
-    assert len(held_out) == preset.held_out == 256
+    assert len(held_out) == preset.held_out == 128
     assert len({identity(problem) for problem in training + held_out}) == len(training + held_out) == total
     assert problems(preset, seed=0) == (training, held_out)
     assert problems(preset, seed=1) != (training, held_out)
@@ -76,15 +77,15 @@ def test_every_trace_is_exact_and_its_verdicts_are_the_rewards(name):
         tries = list(STEP.finditer(thinking))
         assert " ".join(t.group() for t in tries) == thinking
         assert 1 <= len(tries) <= preset.most_tries
-        for a, first, b, between, again, second, c, value, verdict in (t.groups() for t in tries):
-            assert between == again
+        for a, first, b, between, second, c, value, target, verdict in (t.groups() for t in tries):
+            assert int(target) == row["target"]
             assert exact(a, first, b) == int(between)
             assert exact(between, second, c) == int(value)
             assert sorted(map(int, (a, b, c))) == sorted(row["numbers"])
             assert set(first + second) <= set(preset.operators)
             assert verdict == ("yes" if int(value) == row["target"] else "no")
         assert all(t.group(9) == "no" for t in tries[:-1])
-        a, first, b, _, _, second, c, _, verdict = tries[-1].groups()
+        a, first, b, _, second, c, _, _, verdict = tries[-1].groups()
         assert answer == f"<answer> ( {a} {first} {b} ) {second} {c} </answer>"
         graded = reward(row["response"], row)
         assert graded == (1.0 if verdict == "yes" else 0.1)
@@ -93,15 +94,14 @@ def test_every_trace_is_exact_and_its_verdicts_are_the_rewards(name):
 
 def expectation(problem: Problem, preset: Preset) -> tuple[float, float]:
     """The chance that a demonstration of `problem` solves it, and its mean number of tries, by the preset's rules."""
-    found = candidates(tuple(sorted(problem.numbers)), preset.operators)
-    count, right = sum(map(len, found.values())), len(found[problem.target])
+    values = len(candidates(tuple(sorted(problem.numbers)), preset.operators))
     solved = tries = 0.0
     for share, going_on in ((preset.patient, 1 - preset.give_up), (1 - preset.patient, 0.0)):
         reached = share
-        for done in range(min(preset.most_tries, count)):
-            hit = preset.right + (1 - preset.right) * right / (count - done)
+        for done in range(preset.most_tries):
+            hit = preset.right + (1 - preset.right) / (values - (done > 0))
             solved, tries = solved + reached * hit, tries + reached
-            reached *= (1 - min(hit, 1.0)) * going_on
+            reached *= (1 - hit) * going_on
     return solved, tries
 
 
@@ -112,29 +112,31 @@ def test_demonstrations_are_as_good_as_the_preset_says(name):
     rows = demonstrations(training, preset, seed=0)
     solved, tries = np.mean([expectation(problem, preset) for problem in training], axis=0)
     assert sum(" yes " in row["response"] for row in rows) / len(rows) == pytest.approx(solved, abs=0.02)
-    assert sum(row["response"].count(",") for row in rows) / len(rows) == pytest.approx(tries, abs=0.04)
+    assert sum(len(STEP.findall(row["response"])) for row in rows) / len(rows) == pytest.approx(tries, abs=0.04)
     assert name == "direct" or solved <= 0.4
 
 
 def test_demonstrations_stop_at_a_hit_and_at_the_most_tries():
     problem, unsolvable = Problem((3, 7, 2), 12), Problem((9, 5, 2), 30)
     patient = dataclasses.replace(presets()["search"], patient=1.0, give_up=0.0, most_tries=3)
-    assert demonstrate(problem, dataclasses.replace(patient, right=1.0), random.Random(0)).count(",") == 1
+    assert demonstrate(problem, dataclasses.replace(patient, right=1.0), random.Random(0)).count("yes") == 1
     assert demonstrate(unsolvable, patient, random.Random(0)).count(" no") == 3
     careless = dataclasses.replace(patient, patient=0.0)
     assert demonstrate(unsolvable, careless, random.Random(0)).count(" no") == 1
 
 
-def test_a_patient_search_tries_nothing_twice():
-    patient = dataclasses.replace(presets()["search"], patient=1.0, give_up=0.0, most_tries=10)
-    tries = [t.group() for t in STEP.finditer(demonstrate(Problem((9, 5, 2), 30), patient, random.Random(0)))]
-    assert len(tries) == len(set(tries)) == 10
+def test_a_search_never_reaches_the_same_value_twice_in_a_row():
+    patient = dataclasses.replace(presets()["search"], patient=1.0, give_up=0.0, most_tries=200)
+    values = [t.group(7) for t in STEP.finditer(demonstrate(Problem((9, 5, 2), 30), patient, random.Random(0)))]
+    assert len(values) == 200
+    assert all(value != following for value, following in itertools.pairwise(values))
+    assert set(values) == {"16", "12", "6", "2"}
 
 
 def test_the_folder_holds_disjoint_problems_and_the_same_again(folder, tmp_path):
     training, held_out = rows_of(folder / "train.jsonl"), rows_of(folder / "heldout.jsonl")
     shown = rows_of(folder / "demonstrations.jsonl")
-    assert (len(training), len(held_out), len(shown)) == (992, 256, 3000)
+    assert (len(training), len(held_out), len(shown)) == (332, 128, 3000)
     assert set(training[0]) == {"prompt", "numbers", "target"}
     assert set(shown[0]) == {"prompt", "response", "numbers", "target"}
     apart = {(*sorted(row["numbers"]), row["target"]) for row in held_out}
@@ -163,7 +165,7 @@ def test_the_model_folder_loads_as_any_other(folder):
     assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
     drawn = model.generation_config
     assert (drawn.do_sample, drawn.temperature, drawn.top_k, drawn.top_p) == (True, 1.0, 0, 1.0)
-    text = "3 7 2 to 12 <think> 7 - 2 = 5 , 5 + 3 = 8 no </think> <answer> ( 7 + 3 ) + 2 </answer>"
+    text = "3 7 2 to 12 <think> 7 - 2 = 5 + 3 = 8 to 12 no </think> <answer> ( 7 + 3 ) + 2 </answer>"
     ids = tokenizer(text)["input_ids"]
     assert len(ids) == len(text.split())
     assert tokenizer.decode(ids) == text
@@ -186,7 +188,7 @@ def test_models_of_every_kind_depend_on_their_seed_alone(kind, tied):
     assert torch.equal(torch.get_rng_state(), before)
     assert first.config.model_type == kind
     assert (first.lm_head.weight is first.model.embed_tokens.weight) == tied
-    assert first.model.layers[0].self_attn.k_proj.weight.shape == (16, 32)
+    assert first.model.layers[0].self_attn.k_proj.weight.shape == (32, 32)
     assert first(torch.tensor([[1, 2, 3]])).logits.shape == (1, 3, 128)
     weights = [torch.cat([p.flatten() for p in model.parameters()]) for model in (first, again, other)]
     assert torch.equal(weights[0], weights[1])

@@ -102,7 +102,7 @@ def test_no_reward(refusal, settings):
     [
         (3, ["actor.tensor_parallel=2"], ["3 process(es)", "actor.tensor_parallel=2", "a multiple of 2"]),
         (6, ["actor.tensor_parallel=2", "actor.replicate=2"], ["actor.replicate=2", "a multiple of 4"]),
-        (4, ["actor.tensor_parallel=4"], ["actor.tensor_parallel=4", "vocab_size=118", "divisor"]),
+        (4, ["actor.tensor_parallel=4"], ["actor.tensor_parallel=4", "num_key_value_heads=2", "divisor"]),
         (8, [], ["algorithm.prompts_per_step=4", "8", "at least 8"]),
     ],
 )

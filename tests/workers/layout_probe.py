@@ -16,8 +16,9 @@ from grpo.losses import AlgorithmConfig
 from trainer.trainer import attach
 from workers.actor import ActorConfig, ActorWorker
 from workers.engines.torch_engine import TorchEngine
+from workers.parallel import policy
 from workers.parallel.mesh import Layout, join, make_layout, pick_device
-from workers.parallel.policy import PREFIX, ModelConfig
+from workers.parallel.policy import PREFIX, SMALLEST_UNIT, ModelConfig
 from workers.ref import RefWorker
 from workers.rollout import RolloutConfig, RolloutWorker
 from workers.sharding import ShardingManager
@@ -47,6 +48,8 @@ def ragged_batch():
 def step(kind: str, models: Path, layout: Layout) -> dict[str, torch.Tensor]:
     """Log-probabilities, one update, one sync, one rollout; what the controller knows of each."""
     controls = dist.get_rank() == 0
+    # The layers are gathered one by one, as large ones are, but for one kind where they go with the rest.
+    policy.SMALLEST_UNIT = SMALLEST_UNIT if kind == "llama" else 0
     algorithm = AlgorithmConfig(minibatches_per_step=2, kl_coefficient=0.1, entropy_coefficient=0.01)
     model, start = ModelConfig(path=str(models / "policy" / kind)), ModelConfig(path=str(models / "reference" / kind))
     # 128 tokens a micro-batch make several passes, and a different number of samples in each.

@@ -27,7 +27,7 @@ def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
     for kind, tied in KINDS.items():
         # Heads of 64 as real models have them; 4 query heads to 2 KV heads.
-        model = make_model(kind, tied=tied, hidden=256, heads=4, kv_heads=2, feed_forward=512, seed=3)
+        model = make_model(kind, tied=tied, hidden=256, heads=4, kv_heads=2, head_dim=64, feed_forward=512, seed=3)
         model.save_pretrained(folder / kind)
     return folder
 

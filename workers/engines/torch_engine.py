@@ -119,28 +119,27 @@ class TorchEngine:
         responses = [Response([], [], True) for _ in range(len(rows))]
         alive = torch.arange(len(rows), device=self.device)
         stop = torch.tensor(sampling.stop, device=self.device)
+        done_R = torch.zeros(len(rows), dtype=torch.bool, device=self.device)
         steps = []
         for left in reversed(range(sampling.max_new_tokens)):
             tokens_R, logprobs_R = _sample(self.model.lm_head(hidden_RH), sampling, generator)
-            done_R = torch.isin(tokens_R, stop)
-            steps.append((alive, tokens_R, logprobs_R, done_R))
-            if done_R.any():
-                staying = (~done_R).nonzero()[:, 0]
-                if not len(staying):
-                    break
-                alive, tokens_R = alive[staying], tokens_R[staying]
-                cache.keep(staying)
-            if not left:
+            before_R, done_R = done_R, done_R | torch.isin(tokens_R, stop)
+            steps.append((alive, tokens_R, logprobs_R, before_R, done_R))
+            staying = (~done_R).nonzero()[:, 0]
+            if not left or not len(staying):
                 break
+            # Dropping rows copies the whole cache, so finished ones are computed on until there are enough of them.
+            if len(staying) <= 0.8 * len(alive):
+                alive, tokens_R, done_R = alive[staying], tokens_R[staying], done_R[staying]
+                cache.keep(staying)
             hidden_RH = self._forward(tokens_R[:, None], cache.lengths_R[:, None], cache)[:, 0]
             cache.lengths_R = cache.lengths_R + 1
-        for alive, tokens_R, logprobs_R, done_R in steps:
-            for row, token, logprob, done in zip(
-                alive.tolist(), tokens_R.tolist(), logprobs_R.tolist(), done_R.tolist(), strict=True
-            ):
-                responses[row].tokens.append(token)
-                responses[row].logprobs.append(logprob)
-                responses[row].truncated = not done
+        for step in steps:
+            for row, token, logprob, before, done in zip(*(column.tolist() for column in step), strict=True):
+                if not before:
+                    responses[row].tokens.append(token)
+                    responses[row].logprobs.append(logprob)
+                    responses[row].truncated = not done
         return [responses[i : i + samples] for i in range(0, len(responses), samples)]
 
     def _forward(self, tokens_RQ: torch.Tensor, positions_RQ: torch.Tensor, cache: _Cache) -> torch.Tensor:

@@ -28,6 +28,8 @@ from workers.parallel.mesh import Layout
 
 SUPPORTED = ("qwen2", "qwen3", "llama")
 PREFIX = "causal_lm."
+SMALLEST_UNIT = 1_000_000
+"""Parameters from which on a layer is gathered alone: smaller ones cost more in collectives than they save."""
 
 
 @dataclass
@@ -97,7 +99,8 @@ def load_policy(config: ModelConfig, layout: Layout, trains: bool = True) -> Pol
         _split_over_tensor_mesh(policy, layout)
     precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
     for layer in causal_lm.model.layers:
-        fully_shard(layer, mesh=layout.data, mp_policy=precision)
+        if sum(parameter.numel() for parameter in layer.parameters()) >= SMALLEST_UNIT:
+            fully_shard(layer, mesh=layout.data, mp_policy=precision)
     fully_shard(policy, mesh=layout.data, mp_policy=precision)
     policy.to_empty(device=layout.device)
     # Buffers are not in any file: they are computed from the config, and were empty on the meta device.
