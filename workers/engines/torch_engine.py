@@ -9,10 +9,14 @@ from collections.abc import Iterable
 import torch
 import torch.nn.functional as F
 import transformers
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface
 
 from workers.engines.protocol import Response, Sampling
 from workers.parallel.policy import ModelConfig, compute_dtype, read_config
+
+# All but cuDNN, which plans anew for every length: tens of milliseconds a token.
+_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 class _Cache:
@@ -52,9 +56,13 @@ class _Cache:
 
 def _cached_attention(module, query, key, value, attention_mask, *, scaling, cache, **_):
     keys, values = cache.append(module.layer_idx, key, value)
-    gqa = query.shape[1] != keys.shape[1]
-    out = F.scaled_dot_product_attention(query, keys, values, attn_mask=cache.mask, scale=scaling, enable_gqa=gqa)
-    return out.transpose(1, 2), None
+    # The query heads of one key head stand in line as its queries, which every kernel takes, unlike grouped heads.
+    rows, kv_heads, _, size = keys.shape
+    lined_up = query.reshape(rows, kv_heads, -1, size)
+    mask = cache.mask.repeat(1, 1, query.shape[1] // kv_heads, 1)
+    with sdpa_kernel(_KERNELS):
+        out = F.scaled_dot_product_attention(lined_up, keys, values, attn_mask=mask, scale=scaling)
+    return out.reshape(query.shape).transpose(1, 2), None
 
 
 AttentionInterface.register("cached", _cached_attention)
