@@ -6,7 +6,8 @@
 #   MODEL=Qwen/Qwen2.5-3B-Instruct NPROC=4 bash examples/run_countdown.sh
 #                                                      on GPUs, from a model of the hub or a folder
 #
-# Arguments are settings (key=value) of the training. NAME=... names the run (countdown), SEED=... seeds it (0).
+# Arguments are settings (key=value) of the training. NAME=... names the run (countdown), SEED=... seeds it (0), and
+# NPROC=... is the number of processes: one for a model on GPUs, two without one where there are two cores.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 # shellcheck source=examples/environment.sh
