@@ -7,7 +7,7 @@
 #                                                      on GPUs, from a model of the hub or a folder
 #
 # Arguments are settings (key=value) of the training. NAME=... names the run (countdown), SEED=... seeds it (0), and
-# NPROC=... is the number of processes: one for a model on GPUs, two without one where there are two cores.
+# NPROC=... is the number of processes that train (1).
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 # shellcheck source=examples/environment.sh
@@ -15,8 +15,7 @@ source "$root/examples/environment.sh" ""
 cd "$root"
 
 seed=${SEED:-0}
-cores=$(nproc)
-processes=${NPROC:-$([ -z "${MODEL:-}" ] && [ "$cores" -gt 1 ] && echo 2 || echo 1)}
+processes=${NPROC:-1}
 [[ $processes =~ ^[1-9][0-9]*$ ]] || fail "NPROC=$processes is not a number of processes: use 1 or more."
 [[ $seed =~ ^[0-9]+$ ]] || fail "SEED=$seed is not a seed: use a whole number."
 

@@ -8,7 +8,6 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 # shellcheck source=examples/environment.sh
 source "$root/examples/environment.sh" test
 cd "$root"
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 if [ $# -eq 0 ]; then
     ruff check .
     ruff format --check .
