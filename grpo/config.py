@@ -8,7 +8,7 @@ known one; `describe` lists the tree for `--help` and docs/config.md.
 import dataclasses
 import difflib
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -117,6 +117,12 @@ def _refuse_unknown_keys(values: Mapping, schema: type, known: list[str], source
             _refuse_unknown_keys(value, hints[name], known, source, key + ".")
 
 
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The one of `known` that a mistyped `name` most likely means, if any is near."""
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return near[0] if near else None
+
+
 def _nearest(key: str, value: Any, known: list[str]) -> str | None:
     """The known setting that an unknown `key` most likely means; `value` may hold settings below it."""
     while isinstance(value, Mapping) and value:
@@ -124,5 +130,5 @@ def _nearest(key: str, value: Any, known: list[str]) -> str | None:
     same_name = [k for k in known if k.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]]
     if same_name and "." not in key:
         return same_name[0]
-    near = difflib.get_close_matches(key, same_name, n=1, cutoff=0.0) or difflib.get_close_matches(key, known, n=1)
-    return near[0] if near else None
+    near = difflib.get_close_matches(key, same_name, n=1, cutoff=0.0)
+    return near[0] if near else nearest(key, known)

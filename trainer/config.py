@@ -1,5 +1,6 @@
 """The whole tree of settings, gathered from the components that own them, and the checks that span several."""
 
+import os
 from dataclasses import dataclass
 
 from rich.table import Table
@@ -107,7 +108,7 @@ class TrainConfig(RunConfig):
     def check(self, world: int) -> None:
         super().check(world)
         self.algorithm.check()
-        self.rollout.check()
+        self.rollout.check(world, int(os.environ.get("LOCAL_WORLD_SIZE", world)))
         try:
             rewards.validate(self.rewards)
         except ValueError as error:
@@ -126,10 +127,11 @@ class TrainConfig(RunConfig):
                 f"An update has {update} samples (prompts_per_step x samples_per_prompt / minibatches_per_step), "
                 f"fewer than the {parts} data-parallel parts: raise algorithm.prompts_per_step."
             )
-        if self.algorithm.prompts_per_step < world:
+        engines = world // self.rollout.tensor_parallel
+        if self.algorithm.prompts_per_step < engines:
             raise ConfigError(
-                f"algorithm.prompts_per_step={self.algorithm.prompts_per_step} leaves some of {world} engines without "
-                f"a prompt: use at least {world}."
+                f"algorithm.prompts_per_step={self.algorithm.prompts_per_step} leaves some of {engines} engines "
+                f"without a prompt: use at least {engines}."
             )
         self.check_length(
             self.data.max_prompt_tokens + self.rollout.max_response_tokens,

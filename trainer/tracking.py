@@ -156,6 +156,7 @@ class Screen:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.phase = "starting"
+        self.rollout: tuple[int, int, float] | None = None  # samples done, samples in all, tokens a second
         self._name, self._total, self._start, self._step = name, total_steps, start_step, start_step
         self._clock = clock
         self._began = clock()
@@ -209,6 +210,18 @@ class Screen:
             Text(self.phase, style="cyan"),
         )
         yield head
+        if self.rollout is not None:
+            done, total, rate = self.rollout
+            bar = Table.grid(padding=(0, 2, 0, 0), expand=True)
+            bar.add_column(no_wrap=True)
+            bar.add_column(ratio=1)
+            bar.add_column(no_wrap=True)
+            bar.add_row(
+                "[dim]rollout[/]",
+                ProgressBar(total=total, completed=done),
+                f"{done}/{total} samples, {rate:,.0f} tokens/s",
+            )
+            yield bar
 
         curves = Table.grid(padding=(0, 2))
         for justify in ("left", "right", "right", "left"):
@@ -353,10 +366,16 @@ class Tracker:
     def phase(self, name: str) -> Iterator[None]:
         """Show `name` as what the run is doing now."""
         before, self._screen.phase = self._screen.phase, name
+        self._phase_began = time.monotonic()
         try:
             yield
         finally:
             self._screen.phase = before
+            self._screen.rollout = None
+
+    def progress(self, done: int, total: int, tokens: int) -> None:
+        """Show how far the rollout of this phase is: samples done and in all, and tokens sampled."""
+        self._screen.rollout = (done, total, tokens / max(time.monotonic() - self._phase_began, 1e-3))
 
     def say(self, what: RenderableType) -> None:
         """Print text or anything rich can render, above the live display where there is one."""

@@ -27,11 +27,10 @@ from trainer.report import closing_table, read_metrics
 from trainer.tracking import Stopwatch, Tracker
 from workers.actor import ActorWorker
 from workers.dispatch import on_controller
-from workers.engines.torch_engine import TorchEngine
 from workers.parallel.mesh import make_layout
 from workers.parallel.policy import ModelConfig, read_tokenizer
 from workers.ref import RefWorker
-from workers.rollout import RolloutWorker
+from workers.rollout import RolloutWorker, make_engine
 from workers.sharding import ShardingManager
 
 
@@ -50,6 +49,13 @@ class Trainer:
         self.step = 0 if resumed is None else self.checkpoints.progress(resumed)["step"]
         on_controller(lambda: self._open_controller(resumed))
         layout = make_layout(device, config.actor.replicate, config.actor.tensor_parallel)
+        # First of all, as it takes its share of the memory that it finds free; the prompts are shared out among the
+        # engines, whatever the layout of the trained model.
+        engines = make_layout(device, 1, config.rollout.tensor_parallel)
+        log = run_folder / f"engine-{engines.part}.log"
+        with self.watch("engine_start"):
+            engine = make_engine(config.model, config.rollout, engines, config.seed + engines.part, log)
+        self.stack.callback(engine.shutdown)
         temperature = config.rollout.temperature
         self.actor = ActorWorker(
             config.model, config.actor, config.algorithm, layout, temperature, config.total_updates
@@ -57,12 +63,10 @@ class Trainer:
         self.ref = None
         if config.algorithm.kl_coefficient:
             self.ref = RefWorker(config.model, config.actor.max_tokens_per_microbatch, layout, temperature)
-        # Every process serves its own share of the prompts, also where several share the trained matrices.
-        everyone = layout if layout.slices == 1 else make_layout(device, 1, 1)
-        engine = TorchEngine(config.model, device)
-        self.stack.callback(engine.shutdown)
-        self.rollout = RolloutWorker(config.rollout, engine, everyone, stop_tokens(config.model), config.seed)
-        self.sharding = ShardingManager(self.actor, self.rollout)
+        self.rollout = RolloutWorker(
+            config.rollout, engine, engines, stop_tokens(config.model), config.seed, self.show_progress
+        )
+        self.sharding = ShardingManager(self.actor, self.rollout, self.ref)
         if resumed is not None:
             self.checkpoints.load(resumed, self.actor)
 
@@ -78,8 +82,9 @@ class Trainer:
         if config.data.eval is not None:
             self.held_out = load_prompts(config.data, self.tokenizer, "eval")
             check_reward_columns(config, self.held_out)
-            if len(self.held_out) < dist.get_world_size():
-                raise ConfigError(f"data.eval has {len(self.held_out)} rows, fewer than there are processes.")
+            engines = dist.get_world_size() // config.rollout.tensor_parallel
+            if len(self.held_out) < engines:
+                raise ConfigError(f"data.eval has {len(self.held_out)} rows, fewer than the {engines} engines.")
         self.pool = self.stack.enter_context(RewardPool(config.rewards))
         self.tracker = Tracker(config.tracking, self.run_folder, config.steps, asdict(config), self.step)
         self.stack.enter_context(self.tracker)
@@ -130,9 +135,9 @@ class Trainer:
                 attach(batch, self.actor.compute_logprobs(batch))
         with self.watch("update"):
             metrics |= self.actor.update(batch)
-        metrics["time/sync"] = self.sharding.seconds
-        metrics["sync/bytes"] = self.sharding.bytes
-        return metrics
+        if warning := self.sharding.judge_gap(metrics):
+            self.say(warning)
+        return metrics | self.sharding.metrics
 
     def evaluate(self) -> dict[str, float]:
         """Accuracy and length on the held-out prompts, as metrics under eval/; empty where there are none."""
@@ -147,7 +152,7 @@ class Trainer:
             metrics = self.grade(batch, prompts, config.samples_per_prompt)
         if batch is None:
             return {}
-        metrics["time/sync"] = self.sharding.seconds
+        metrics["time/sync"] = self.sharding.metrics["time/sync"]
         accuracy = config.accuracy or next(iter(self.config.rewards.weights))
         metrics["accuracy"] = float((batch[f"rewards/{accuracy}"] >= 1 - 1e-6).float().mean())
         return {f"eval/{name}": value for name, value in metrics.items()}
@@ -193,6 +198,14 @@ class Trainer:
             response = tokens[mask].tolist()
             ids.append(response[:-1] if response and response[-1] in stop else response)
         return self.tokenizer.batch_decode(ids)
+
+    def say(self, what: str) -> None:
+        if self.tracker is not None:
+            self.tracker.say(what)
+
+    def show_progress(self, done: int, total: int, tokens: int) -> None:
+        if self.tracker is not None:
+            self.tracker.progress(done, total, tokens)
 
     def is_due(self, every: int) -> bool:
         return self.step == self.config.steps or (every > 0 and self.step % every == 0)

@@ -1,11 +1,12 @@
 """The ActorWorker: holds the trained policy and its optimizer, computes log-probabilities, takes update steps."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from tensordict import TensorDict
+from torch.distributed.tensor import DTensor
 
 from grpo.batch import jagged, lengths_of, make_batch, select
 from grpo.config import ConfigError, choose, option
@@ -16,6 +17,7 @@ from workers.parallel.mesh import Layout
 from workers.parallel.policy import ModelConfig, Policy, load_policy
 
 SCHEDULES = ("constant", "linear", "cosine")
+OFFLOADS = ("optimizer", "parameters")
 
 
 @dataclass
@@ -30,10 +32,16 @@ class ActorConfig:
     schedule: str = option("constant", "Learning rate after the warm-up: constant, linear or cosine.")
     final_learning_rate: float = option(0.0, "Where the linear and cosine schedules end, as a share of the highest.")
     max_grad_norm: float = option(1.0, "Longest gradient; a longer one is scaled down to it.")
+    offload: list[str] = option(
+        [],
+        "What waits in the host's memory while the engine serves: optimizer, parameters. Gradients are freed always.",
+    )
 
     def check(self) -> None:
         """Raise ConfigError for the first value that cannot work."""
         choose(self.schedule, SCHEDULES, "actor.schedule")
+        for what in self.offload:
+            choose(what, OFFLOADS, "actor.offload")
         for name in ("tensor_parallel", "replicate", "max_tokens_per_microbatch", "learning_rate", "max_grad_norm"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"actor.{name}={getattr(self, name)} must be above 0.")
@@ -89,6 +97,35 @@ def learning_rate(config: ActorConfig, update: int, total_updates: int) -> float
     return config.learning_rate * (1 - (1 - config.final_learning_rate) * progress)
 
 
+class Parked:
+    """Tensors that lie in the host's memory for a while; their storages on the device are empty meanwhile."""
+
+    def __init__(self) -> None:
+        self.waiting: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
+        self.hosts: dict[int, torch.UntypedStorage] = {}  # reused: to pin memory takes longer than to copy to it
+
+    def park(self, tensors: Iterable[torch.Tensor]) -> None:
+        for tensor in tensors:
+            storage = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()
+            key = storage._cdata
+            if key not in self.hosts:
+                self.hosts[key] = torch.empty(
+                    storage.nbytes(), dtype=torch.uint8, pin_memory=storage.device.type == "cuda"
+                ).untyped_storage()
+            self.hosts[key].copy_(storage, non_blocking=True)
+            self.waiting.append((storage, self.hosts[key]))
+        if torch.cuda.is_available():
+            torch.cuda.current_stream().synchronize()
+        for storage, _ in self.waiting:
+            storage.resize_(0)
+
+    def restore(self) -> None:
+        for storage, host in self.waiting:
+            storage.resize_(host.nbytes())
+            storage.copy_(host, non_blocking=True)
+        self.waiting = []
+
+
 class ActorWorker(Worker):
     """The policy in training. `version` counts the steps whose samples it has learned from."""
 
@@ -115,6 +152,21 @@ class ActorWorker(Worker):
         )
         self.updates = 0
         self.version = 0
+        self.parked = Parked()
+
+    def offload_optimizer(self) -> None:
+        """Move AdamW's state into the host's memory, where actor.offload says so."""
+        if "optimizer" in self.config.offload:
+            self.parked.park(state for held in self.optimizer.state.values() for state in held.values() if state.ndim)
+
+    def offload_parameters(self) -> None:
+        """Move the master weights into the host's memory, where actor.offload says so."""
+        if "parameters" in self.config.offload:
+            self.parked.park(self.parameters)
+
+    def reload(self) -> None:
+        """Bring back what was offloaded."""
+        self.parked.restore()
 
     @dispatched("tokens", "response_mask")
     def compute_logprobs(self, batch: TensorDict, name: str = "old_logprobs") -> TensorDict:
@@ -155,9 +207,10 @@ class ActorWorker(Worker):
             total, sums = grpo_loss(
                 logprobs, entropy, mask, micro["advantages"], old, micro.get("ref_logprobs"), self.algorithm
             )
-            gap = ((logprobs.detach() if old is None else old) - micro["rollout_logprobs"])[mask].abs()
-            sums["rollout/logprob_gap"] = gap.sum()
-            sums["rollout/logprob_gap_max"] = gap.max() if len(gap) else gap.new_zeros(())
+            gap = (micro["rollout_logprobs"] - (logprobs.detach() if old is None else old))[mask]
+            # Over samples of the rollout policy the mean of the gap itself estimates KL(rollout || trainer).
+            sums |= {"rollout/logprob_gap": gap.abs().sum(), "rollout/kl": gap.sum()}
+            sums["rollout/logprob_gap_max"] = gap.abs().max() if len(gap) else gap.new_zeros(())
             return total, sums
 
         return self._step(batch, loss)

@@ -51,18 +51,34 @@ class WorkerGroup:
                 if rank != CONTROLLER:
                     _send(shards[part], rank)
             return shards[self.places[CONTROLLER][0]], plan
-        try:
-            return _receive(CONTROLLER), plan
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"Rank {self.rank} waited for its rows of {what} from the controller: {error}"
-            ) from error
+        return _wait_for(CONTROLLER, f"its rows of {what} from the controller"), plan
+
+    def share(self, batch: TensorDict | None, fields: Sequence[str], what: str) -> TensorDict:
+        """The `fields` of all rows of the controller's batch, on every rank; raises RuntimeError as `scatter` does."""
+        if self.rank != CONTROLLER:
+            return _wait_for(CONTROLLER, f"the rows of {what} from the controller")
+        batch = make_batch({name: batch[name] for name in fields})
+        for rank in range(1, len(self.places)):
+            _send(batch, rank)
+        return batch
+
+    def gather(self, result: TensorDict | None, what: str) -> TensorDict | None:
+        """On the controller the results of all leading ranks in the order of their field `row`, elsewhere None."""
+        if self.rank != CONTROLLER:
+            if self.layout.leads:
+                _send(result, CONTROLLER)
+            return None
+        leaders = [rank for rank, (_, leads) in enumerate(self.places) if leads and rank != CONTROLLER]
+        results = [result, *(_wait_for(rank, f"rank {rank} to finish {what}") for rank in leaders)]
+        whole = result
+        if leaders:
+            whole = concatenate(results)
+            whole = select(whole, whole["row"].argsort(stable=True).tolist())
+        del whole["row"]
+        return whole
 
     def collect(self, result: TensorDict, plan: list[list[int]], what: str) -> TensorDict | None:
-        """On the controller the results of all parts in the order of the batch's rows, elsewhere None.
-
-        A part may return k rows for each row it was given: row i becomes rows i * k to i * k + k - 1.
-        """
+        """On the controller the results of all parts in the order of the batch's rows, elsewhere None."""
         if self.rank != CONTROLLER:
             if self.layout.leads:
                 _send(result, CONTROLLER)
@@ -72,13 +88,8 @@ class WorkerGroup:
         results = [result] * self.layout.parts
         for rank, (part, leads) in enumerate(self.places):
             if leads and rank != CONTROLLER:
-                try:
-                    results[part] = _receive(rank)
-                except RuntimeError as error:
-                    raise RuntimeError(f"The controller waited for rank {rank} to finish {what}: {error}") from error
-        each = len(results[0]) // len(plan[0])
-        sent = [row * each + k for rows in plan for row in rows for k in range(each)]
-        back = torch.tensor(sent).argsort().tolist()
+                results[part] = _wait_for(rank, f"rank {rank} to finish {what}")
+        back = torch.tensor([row for rows in plan for row in rows]).argsort().tolist()
         return select(concatenate(results), back)
 
 
@@ -135,6 +146,13 @@ def _send(batch: TensorDict, rank: int) -> None:
     payload = torch.cat([pickled, *tensors])
     dist.send(torch.tensor([len(pickled), len(payload)]), rank)
     dist.send(payload, rank)
+
+
+def _wait_for(rank: int, what: str) -> TensorDict:
+    try:
+        return _receive(rank)
+    except RuntimeError as error:
+        raise RuntimeError(f"Rank {dist.get_rank()} waited for {what}: {error}") from error
 
 
 def _receive(rank: int) -> TensorDict:

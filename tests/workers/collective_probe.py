@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 4 collective_probe.py OUT
 
-leaves OUT/heads-RANK.pt, OUT/transport-RANK.pt and OUT/missing-RANK.pt.
+leaves OUT/heads-RANK.pt, OUT/transport-RANK.pt, OUT/handout-RANK.pt and OUT/missing-RANK.pt.
 """
 
 import os
@@ -19,6 +19,7 @@ from grpo.batch import jagged, make_batch, select
 from workers.dispatch import Worker, dispatched
 from workers.parallel.logprobs import head_logprobs
 from workers.parallel.mesh import join, make_layout, pick_device
+from workers.rollout import Handout
 
 FIELDS = ("tokens", "response_mask", "old_logprobs", "exact", "group", "rewards", "precise", "truncated")
 PATIENCE = 3.0
@@ -59,12 +60,21 @@ class Echo(Worker):
     """Answers with what it was given."""
 
     @dispatched(*FIELDS)
-    def back(self, batch, times: int = 1):
+    def back(self, batch):
         self.given = batch
-        rows = [row for row in range(len(batch)) for _ in range(times)]
-        answer = select(batch, rows)
-        answer["answer"] = torch.arange(times).repeat(len(batch))
-        return answer
+        return batch
+
+    def some(self, batch):
+        """All rows go to every rank; part p answers each row that it counts as its own twice, the last one first."""
+        self.shared = self.group.share(batch, FIELDS, "Echo.some")
+        answer = None
+        if self.layout.leads:
+            mine = list(range(self.layout.part, len(self.shared), self.layout.parts))[::-1]
+            rows = [row for row in mine for _ in range(2)]
+            answer = select(self.shared, rows)
+            answer["answer"] = torch.arange(2).repeat(len(mine))
+            answer["row"] = torch.tensor(rows)
+        return self.group.gather(answer, "Echo.some")
 
     @dispatched("tokens")
     def part(self, batch):
@@ -107,8 +117,19 @@ def transport() -> dict[int, dict]:
         worker = Echo(make_layout(pick_device("cpu"), 1, slices))
         batch = every_dtype() if dist.get_rank() == 0 else None
         results[slices] = {"once": worker.back(batch), "given": worker.given}
-        results[slices] |= {"thrice": worker.back(batch, times=3), "part": worker.part(batch)}
+        results[slices] |= {"twice": worker.some(batch), "shared": worker.shared, "part": worker.part(batch)}
     return results
+
+
+def handout() -> list[int]:
+    """Which of 60 prompts this rank took, where rank 1 is slow."""
+    store = dist.PrefixStore("handout", dist.distributed_c10d._get_default_store())
+    dist.barrier()
+    taken = []
+    for prompt in Handout([list(range(part, 60, 4)) for part in range(4)], dist.get_rank(), store):
+        taken.append(prompt)
+        time.sleep(0.2 if dist.get_rank() == 1 else 0.01)
+    return taken
 
 
 def missing() -> list[str]:
@@ -141,6 +162,7 @@ def main() -> None:
     rank = dist.get_rank()
     torch.save(heads(), out / f"heads-{rank}.pt")
     torch.save(transport(), out / f"transport-{rank}.pt")
+    torch.save(handout(), out / f"handout-{rank}.pt")
     torch.save(missing(), out / f"missing-{rank}.pt")
 
 

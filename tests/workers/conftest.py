@@ -3,7 +3,7 @@
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,8 +12,26 @@ import torch.distributed as dist
 import transformers
 
 from examples.countdown import make_model
+from workers.engines.protocol import Bucket, Engine, Response, Sampling
 from workers.parallel.mesh import Layout, join, make_layout, pick_device
 from workers.parallel.policy import ModelConfig
+
+
+def buckets_of(weights: Iterable[tuple[str, torch.Tensor]], each: int = 5) -> Iterator[Bucket]:
+    """Named weights in buckets of `each`."""
+    weights = list(weights)
+    for first in range(0, len(weights), each):
+        part = weights[first : first + each]
+        # A name may come twice in what a test sends.
+        for chunk in [part] if len(dict(part)) == len(part) else [[weight] for weight in part]:
+            flat = torch.cat([tensor.detach().reshape(-1) for _, tensor in chunk])
+            yield Bucket(flat, {name: tensor.shape for name, tensor in chunk})
+
+
+def answers_of(engine: Engine, prompts: list, samples: int, sampling: Sampling) -> list[list[Response]]:
+    """What the engine answers to each prompt, in the order of the prompts."""
+    answers = dict(engine.generate(enumerate(prompts), samples, sampling))
+    return [answers[index] for index in range(len(prompts))]
 
 
 @pytest.fixture(scope="package")
@@ -55,5 +73,5 @@ def four_processes(tmp_path_factory) -> dict:
     )
     return {
         name: [torch.load(out / f"{name}-{rank}.pt", weights_only=False) for rank in range(4)]
-        for name in ("heads", "transport", "missing")
+        for name in ("heads", "transport", "handout", "missing")
     }

@@ -70,7 +70,7 @@ def step(kind: str, models: Path, layout: Layout) -> dict[str, torch.Tensor]:
     metrics = actor.update(batch)
 
     engine = TorchEngine(model, layout.device)
-    everyone = layout if layout.slices == 1 else make_layout(layout.device, 1, 1)
+    everyone = make_layout(layout.device, 1, 1)
     rollout = RolloutWorker(RolloutConfig(max_response_tokens=12), engine, everyone, (1,), seed=3)
     sharding = ShardingManager(actor, rollout)
     prompts = make_batch({"tokens": jagged([torch.arange(2, 6 + i) for i in range(8)])}) if controls else None

@@ -1,13 +1,17 @@
 """Who owns the memory, and that nothing is ever sampled or learned from other weights than it says."""
 
+import re
+
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
+import workers.sharding
 from grpo.batch import jagged, lengths_of, make_batch
 from grpo.losses import AlgorithmConfig
 from workers.actor import ActorConfig, ActorWorker
 from workers.engines.torch_engine import TorchEngine
+from workers.parallel.gather import Gatherer
 from workers.rollout import RolloutConfig, RolloutWorker
 from workers.sharding import ShardingManager, State
 
@@ -18,14 +22,14 @@ class WatchedEngine(TorchEngine):
     transfers = 0
     fails_after: int | None = None
 
-    def update_weights(self, weights):
+    def update_weights(self, buckets):
         self.transfers += 1
 
         def until_it_fails():
-            for count, weight in enumerate(weights):
+            for count, bucket in enumerate(buckets):
                 if count == self.fails_after:
                     raise ConnectionError("lost on the way")
-                yield weight
+                yield bucket
 
         super().update_weights(until_it_fails())
 
@@ -35,7 +39,11 @@ def sharding(layout, model_config):
     actor = ActorWorker(model_config, ActorConfig(learning_rate=1e-2), AlgorithmConfig(), layout, 1.0, 10)
     engine = WatchedEngine(model_config, layout.device)
     rollout = RolloutWorker(RolloutConfig(max_response_tokens=5), engine, layout, (1,), seed=3)
-    return ShardingManager(actor, rollout)
+    manager = ShardingManager(actor, rollout)
+    # Small enough for the tiny model to need several.
+    manager.gatherer = Gatherer(manager.gatherer.parameters, layout, engine.dtype, 8192)
+    assert len(manager.gatherer.plan) > 4
+    return manager
 
 
 @pytest.fixture
@@ -48,6 +56,11 @@ def rollout(sharding, prompts):
         return sharding.rollout.generate(prompts, 2)
 
 
+def sent_by(sharding):
+    """The weights that the manager sends, by name."""
+    return {name: tensor.clone() for bucket in sharding.weights() for name, tensor in bucket.items()}
+
+
 def learn(sharding, batch):
     """One step with advantages that change the weights."""
     batch["group"] = torch.arange(len(batch)) // 2
@@ -58,7 +71,7 @@ def learn(sharding, batch):
 
 
 def assert_engine_has_the_actors_weights(sharding):
-    sent = dict(sharding.weights())
+    sent = sent_by(sharding)
     assert sent.keys() == sharding.rollout.engine.weights.keys()
     assert all(torch.equal(sharding.rollout.engine.weights[name], tensor) for name, tensor in sent.items())
 
@@ -103,13 +116,13 @@ def test_weights_travel_once_a_version(sharding, prompts):
     engine = sharding.rollout.engine
     batch = rollout(sharding, prompts)
     whole = sum(4 * weight.numel() for weight in engine.weights.values())
-    assert (engine.transfers, sharding.bytes) == (1, whole)
+    assert (engine.transfers, sharding.metrics["sync/bytes"]) == (1, whole)
     rollout(sharding, prompts)
-    assert (engine.transfers, sharding.bytes) == (1, 0)
+    assert (engine.transfers, sharding.metrics["sync/bytes"]) == (1, 0)
     before = {name: weight.clone() for name, weight in engine.weights.items()}
     learn(sharding, batch)
     rollout(sharding, prompts)
-    assert (engine.transfers, sharding.bytes) == (2, whole)
+    assert (engine.transfers, sharding.metrics["sync/bytes"]) == (2, whole)
     assert_engine_has_the_actors_weights(sharding)
     assert any(not torch.equal(before[name], weight) for name, weight in engine.weights.items())
 
@@ -166,14 +179,93 @@ def test_reading_logprobs_leaves_the_master_weights_in_place(layout, hf_model, m
     mask = jagged([torch.tensor([False, False, True, True]), torch.tensor([False, True])])
     actor.compute_logprobs(make_batch({"tokens": tokens, "response_mask": mask}))
     assert all(isinstance(parameter, DTensor) for parameter in actor.policy.parameters())
-    sent = dict(ShardingManager(actor, rollout).weights())
+    sent = sent_by(ShardingManager(actor, rollout))
     for name, tensor in hf_model.named_parameters():
-        assert sent[name].dtype == torch.float32
-        assert torch.equal(sent[name], tensor), name
+        assert torch.equal(sent[name], tensor.to(torch.bfloat16)), name
 
 
-def test_weights_that_are_not_the_masters_are_never_sent(sharding):
+def test_the_masters_are_sent_also_while_their_gathered_copies_stand_in_the_model(sharding, hf_model):
     sharding.actor.policy.unshard()
-    with pytest.raises(AssertionError, match="is not sharded"):
-        dict(sharding.weights())
+    for name, parameter in sharding.actor.policy.named_parameters():
+        parameter.data.fill_(7)
+        assert not isinstance(parameter, DTensor), name
+    sent = sent_by(sharding)
     sharding.actor.policy.reshard()
+    assert all(torch.equal(sent[name], tensor) for name, tensor in hf_model.named_parameters())
+
+
+def test_weights_other_than_the_actors_are_found_at_the_first_comparison(sharding, prompts):
+    engine, received = sharding.rollout.engine, TorchEngine.update_weights
+
+    def loses_one(buckets):
+        received(engine, buckets)
+        engine.weights["model.norm.weight"].data[0] += 1
+
+    engine.update_weights = loses_one
+    with pytest.raises(RuntimeError, match=r"not the actor's: 'model.norm.weight' differs"):
+        rollout(sharding, prompts)
+    assert sharding.rollout.version == -1
+
+
+def test_weights_are_compared_from_the_first_update_on_every_so_many(sharding, prompts):
+    compared, verify = [], sharding.rollout.engine.verify
+    sharding.rollout.engine.verify = lambda buckets: (compared.append(sharding.actor.version), verify(buckets))
+    sharding.rollout.config.verify_every = 2
+    for _ in range(5):
+        learn(sharding, rollout(sharding, prompts))
+    assert compared == [0, 2, 4]
+    assert sharding.verified == 4
+    assert "time/sync/verify" in sharding.metrics
+
+
+def test_what_is_offloaded_comes_back_unchanged_and_is_gone_meanwhile(sharding, prompts):
+    actor = sharding.actor
+    learn(sharding, rollout(sharding, prompts))  # so that the optimizer has a state
+    states = [state for held in actor.optimizer.state.values() for state in held.values() if state.ndim]
+    tensors = [tensor.to_local() for tensor in [*actor.parameters, *states]]
+    before = [tensor.clone() for tensor in tensors]
+    actor.config.offload = ["optimizer", "parameters"]
+    with sharding.serving():
+        assert_same = sharding.rollout.generate(prompts, 2)
+        assert all(tensor.untyped_storage().nbytes() == 0 for tensor in tensors)
+    assert all(torch.equal(tensor, kept) for tensor, kept in zip(tensors, before, strict=True))
+    sharding.expect_current(assert_same)
+    learn(sharding, assert_same)
+    assert not torch.equal(tensors[0], before[0])
+
+
+GAPS = {
+    "rounding": ({"rollout/logprob_gap": 0.06, "rollout/kl": 0.002}, "rounding: both sides compute in float32"),
+    "sampling": ({"rollout/logprob_gap": 0.06, "rollout/kl": 0.05}, "sampling: the engine's weights were compared"),
+    "stale": ({"rollout/logprob_gap": 0.06, "rollout/kl": 0.05}, "stale weights: .* last compared at version 0"),
+}
+
+
+@pytest.mark.parametrize("cause", GAPS)
+def test_a_gap_is_told_with_its_likely_cause(sharding, prompts, cause):
+    metrics, says = GAPS[cause]
+    for _ in range(3 if cause == "stale" else 1):
+        learn(sharding, rollout(sharding, prompts))
+    assert re.search(f"by 0.06 on average .*gap_warning=0.05.*{says}", sharding.judge_gap(metrics))
+    assert sharding.judge_gap({**metrics, "rollout/logprob_gap": 0.05}) is None
+    with pytest.raises(RuntimeError, match="gap_error=0.5"):
+        sharding.judge_gap({"rollout/logprob_gap": 0.6, "rollout/kl": 0.4})
+
+
+@pytest.mark.parametrize("temperature", [0.5, 2.0])
+def test_another_temperature_in_sampling_shows_as_a_gap_of_that_kind(sharding, prompts, temperature):
+    sharding.rollout.config.temperature = temperature  # the actor computes at 1
+    metrics = learn(sharding, rollout(sharding, prompts))
+    assert "sampling: " in sharding.judge_gap(
+        metrics | {"rollout/logprob_gap": min(metrics["rollout/logprob_gap"], 0.4)}
+    )
+
+
+def test_the_memory_table_counts_what_the_actor_holds(sharding, prompts):
+    learn(sharding, rollout(sharding, prompts))
+    rows = dict(line.strip().rsplit(None, 2)[:2] for line in sharding.memory_table().splitlines()[1:])
+    assert {"actor: parameters (this rank's shards)", "actor: optimizer", "free", "in total"} <= set(rows)
+    weights = sum(parameter.numel() * 4 for parameter in sharding.actor.parameters)
+    states = [state for held in sharding.actor.optimizer.state.values() for state in held.values() if state.ndim]
+    assert workers.sharding._bytes(sharding.actor.parameters) == weights
+    assert workers.sharding._bytes(states) == 2 * weights

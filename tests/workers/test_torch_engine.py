@@ -6,18 +6,19 @@ import pytest
 import torch
 import transformers
 
+from tests.workers.conftest import answers_of, buckets_of
 from workers.engines.protocol import Sampling
 from workers.engines.torch_engine import TorchEngine
 
 PROMPTS = [[5, 6, 7], [9], [20, 30, 40, 50, 60, 70, 80], [5, 6], [100, 3, 100, 3]]
-SAMPLING = Sampling(temperature=0.7, top_p=1.0, top_k=0, max_new_tokens=12, stop=(), seed=1)
+SAMPLING = Sampling(temperature=0.7, top_p=1.0, top_k=0, min_new_tokens=0, max_new_tokens=12, stop=(), seed=1)
 
 
 @pytest.fixture
 def engine(hf_model, model_config):
     engine = TorchEngine(model_config, torch.device("cpu"))
     engine.wake_weights()
-    engine.update_weights(hf_model.named_parameters())
+    engine.update_weights(buckets_of(hf_model.named_parameters()))
     engine.wake()
     return engine
 
@@ -46,9 +47,9 @@ def transformers_greedy(hf_model, prompt, stop, most):
 
 
 def test_greedy_tokens_are_those_of_transformers_for_ragged_prompts_and_stops(engine, hf_model):
-    free = [row[0] for row in tokens_of(engine.generate(PROMPTS, 1, sampling(temperature=0)))]
+    free = [row[0] for row in tokens_of(answers_of(engine, PROMPTS, 1, sampling(temperature=0)))]
     stop = (free[0][4], free[2][7])
-    answers = engine.generate(PROMPTS, 1, sampling(temperature=0, stop=stop))
+    answers = answers_of(engine, PROMPTS, 1, sampling(temperature=0, stop=stop))
     for prompt, unstopped, (answer,) in zip(PROMPTS, free, answers, strict=True):
         assert unstopped == transformers_greedy(hf_model, prompt, None, 12).tolist()
         assert answer.tokens == transformers_greedy(hf_model, prompt, list(stop), 12).tolist()
@@ -57,7 +58,7 @@ def test_greedy_tokens_are_those_of_transformers_for_ragged_prompts_and_stops(en
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.5])
 def test_logprobs_are_those_of_a_forward_pass_at_the_temperature(engine, hf_model, temperature):
-    answers = engine.generate(PROMPTS, 3, sampling(temperature=temperature, stop=tuple(range(40, 60))))
+    answers = answers_of(engine, PROMPTS, 3, sampling(temperature=temperature, stop=tuple(range(40, 60))))
     assert len({len(response.tokens) for responses in answers for response in responses}) > 3
     for prompt, responses in zip(PROMPTS, answers, strict=True):
         assert len(responses) == 3
@@ -68,7 +69,7 @@ def test_logprobs_are_those_of_a_forward_pass_at_the_temperature(engine, hf_mode
 
 
 def test_greedy_logprobs_are_those_at_temperature_one(engine, hf_model):
-    (response,) = engine.generate(PROMPTS[:1], 1, sampling(temperature=0))[0]
+    (response,) = answers_of(engine, PROMPTS[:1], 1, sampling(temperature=0))[0]
     logp = transformers_logprobs(hf_model, PROMPTS[0], response.tokens, 1.0)
     torch.testing.assert_close(torch.tensor(response.logprobs).double(), logp.max(-1).values, rtol=1e-5, atol=1e-5)
 
@@ -87,7 +88,7 @@ def allowed_tokens(probabilities, top_k, top_p):
 @pytest.mark.parametrize(("top_k", "top_p"), [(1, 1.0), (3, 1.0), (0, 0.3), (0, 1e-6), (4, 0.5), (50, 0.2)])
 def test_only_allowed_tokens_are_drawn_and_their_logprobs_are_not_renormalised(engine, hf_model, top_k, top_p):
     prompt = PROMPTS[2]
-    answers = engine.generate([prompt], 400, sampling(top_k=top_k, top_p=top_p, max_new_tokens=1))[0]
+    answers = answers_of(engine, [prompt], 400, sampling(top_k=top_k, top_p=top_p, max_new_tokens=1))[0]
     logp = transformers_logprobs(hf_model, prompt, [0], 0.7)[0]
     allowed = allowed_tokens(logp.exp().tolist(), top_k, top_p)
     drawn = {response.tokens[0]: response.logprobs[0] for response in answers}
@@ -98,9 +99,9 @@ def test_only_allowed_tokens_are_drawn_and_their_logprobs_are_not_renormalised(e
 
 
 def test_a_stop_token_ends_its_row_alone_and_is_part_of_the_response(engine):
-    free = engine.generate(PROMPTS, 2, sampling())
+    free = answers_of(engine, PROMPTS, 2, sampling())
     stop = tuple(range(2, 60, 4))
-    answers = engine.generate(PROMPTS, 2, sampling(stop=stop))
+    answers = answers_of(engine, PROMPTS, 2, sampling(stop=stop))
     flat = [response for responses in answers for response in responses]
     assert {response.truncated for response in flat} == {True, False}
     for response in flat:
@@ -112,15 +113,36 @@ def test_a_stop_token_ends_its_row_alone_and_is_part_of_the_response(engine):
 
 
 def test_a_row_that_stops_with_its_last_token_is_not_truncated(engine):
-    (free,) = engine.generate(PROMPTS[:1], 1, sampling(temperature=0))[0]
+    (free,) = answers_of(engine, PROMPTS[:1], 1, sampling(temperature=0))[0]
     last = free.tokens.index(free.tokens[3]) + 1
-    (answer,) = engine.generate(PROMPTS[:1], 1, sampling(temperature=0, stop=(free.tokens[3],), max_new_tokens=last))[0]
+    (answer,) = answers_of(
+        engine, PROMPTS[:1], 1, sampling(temperature=0, stop=(free.tokens[3],), max_new_tokens=last)
+    )[0]
     assert len(answer.tokens) == last
     assert not answer.truncated
 
 
+def test_no_response_ends_before_it_is_long_enough(engine, hf_model):
+    stop, wanted = tuple(range(60)), 5
+    answers = answers_of(engine, PROMPTS, 8, sampling(stop=stop, min_new_tokens=wanted))
+    lengths = [len(response.tokens) for responses in answers for response in responses]
+    assert min(lengths) == wanted + 1
+    for prompt, responses in zip(PROMPTS, answers, strict=True):
+        logp = transformers_logprobs(hf_model, prompt, responses[0].tokens, 0.7)
+        logp[:wanted, list(stop)] = -torch.inf
+        expected = logp.log_softmax(-1)[torch.arange(len(responses[0].tokens)), responses[0].tokens]
+        torch.testing.assert_close(torch.tensor(responses[0].logprobs).double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_verify_finds_one_element(engine, hf_model):
+    engine.verify(buckets_of(hf_model.named_parameters()))
+    engine.weights["model.norm.weight"].data[3] += 1e-3
+    with pytest.raises(RuntimeError, match=r"not the actor's: 'model.norm.weight' differs"):
+        engine.verify(buckets_of(hf_model.named_parameters()))
+
+
 def test_one_seed_one_rollout(engine):
-    first, again, other = (tokens_of(engine.generate(PROMPTS, 4, sampling(seed=seed))) for seed in (1, 1, 2))
+    first, again, other = (tokens_of(answers_of(engine, PROMPTS, 4, sampling(seed=seed))) for seed in (1, 1, 2))
     assert first == again
     assert first != other
     assert all(len({tuple(tokens) for tokens in row}) == 4 for row in first)
@@ -128,14 +150,14 @@ def test_one_seed_one_rollout(engine):
 
 def test_sampling_leaves_the_global_random_state_alone(engine):
     before = torch.get_rng_state()
-    engine.generate(PROMPTS, 2, SAMPLING)
+    answers_of(engine, PROMPTS, 2, SAMPLING)
     assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (6, 1.0), (0, 0.6)])
 def test_the_first_token_is_distributed_as_the_softmax(engine, hf_model, top_k, top_p):
     draws, prompt = 4000, PROMPTS[0]
-    answers = engine.generate([prompt], draws, sampling(top_k=top_k, top_p=top_p, max_new_tokens=1))[0]
+    answers = answers_of(engine, [prompt], draws, sampling(top_k=top_k, top_p=top_p, max_new_tokens=1))[0]
     counts = torch.bincount(torch.tensor([response.tokens[0] for response in answers]), minlength=117)
     probabilities = transformers_logprobs(hf_model, prompt, [0], 0.7)[0].exp()
     allowed = allowed_tokens(probabilities.tolist(), top_k, top_p)
@@ -179,7 +201,7 @@ def test_an_update_that_does_not_fit_names_the_weight(hf_model, model_config, da
     engine = TorchEngine(model_config, torch.device("cpu"))
     weights, name = damaged(list(hf_model.named_parameters()), damage)
     with pytest.raises(ValueError, match=says) as error:
-        engine.update_weights(weights)
+        engine.update_weights(buckets_of(weights))
     assert repr(name) in str(error.value)
 
 
@@ -188,16 +210,16 @@ def test_new_weights_are_copied_not_shared(engine, hf_model):
     kept = given.detach().clone()
     engine.weights[name].data.zero_()
     assert torch.equal(given, kept)
-    engine.update_weights(hf_model.named_parameters())
+    engine.update_weights(buckets_of(hf_model.named_parameters()))
     assert torch.equal(engine.weights[name], kept)
 
 
 def test_an_engine_asleep_does_not_generate(hf_model, model_config):
     engine = TorchEngine(model_config, torch.device("cpu"))
-    for step in (lambda: None, engine.wake_weights, engine.wake, engine.sleep):
+    for step in (lambda: None, engine.wake_weights, engine.wake, lambda: engine.sleep(())):
         step()
         if step == engine.wake:
-            assert len(engine.generate(PROMPTS, 1, SAMPLING)) == len(PROMPTS)
+            assert len(answers_of(engine, PROMPTS, 1, SAMPLING)) == len(PROMPTS)
             continue
         with pytest.raises(RuntimeError, match="asleep"):
-            engine.generate(PROMPTS, 1, SAMPLING)
+            answers_of(engine, PROMPTS, 1, SAMPLING)

@@ -1,19 +1,23 @@
-"""What the RolloutWorker asks of an inference engine, and the words they share."""
+"""What the RolloutWorker and the ShardingManager ask of an inference engine, and the words they share."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
+KV_CACHE, WEIGHTS, CUDA_GRAPH = "kv_cache", "weights", "cuda_graph"
+"""What an engine can let go of while it sleeps."""
+
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn. `seed` makes a rollout repeatable: the same prompts and weights give the same samples."""
+    """How tokens are drawn. `seed` makes a rollout repeatable where the engine can be: see its class."""
 
     temperature: float
     top_p: float
     top_k: int  # 0: all tokens
+    min_new_tokens: int  # no stop token before these
     max_new_tokens: int
     stop: tuple[int, ...]  # ids that end a response; the response includes the one it ended with
     seed: int
@@ -28,27 +32,84 @@ class Response:
     truncated: bool  # it reached max_new_tokens without a stop token
 
 
-class Engine(Protocol):
-    """An inference engine that lives in this process.
+@dataclass
+class Bucket:
+    """Whole weights end to end in one tensor `flat` [n], in the engine's type, under their Hugging Face names."""
 
-    Its states are asleep, weights awake, serving; `wake_weights`, `update_weights` and `wake` lead from one to the
-    next, `sleep` leads back.
+    flat: torch.Tensor
+    shapes: dict[str, torch.Size]
+
+    def items(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Each weight as a view of `flat`."""
+        pieces = self.flat.split([shape.numel() for shape in self.shapes.values()])
+        for (name, shape), piece in zip(self.shapes.items(), pieces, strict=True):
+            yield name, piece.view(shape)
+
+
+def checked(buckets: Iterable[Bucket], shapes: Mapping[str, torch.Size]) -> Iterator[Bucket]:
+    """`buckets`, each only if an engine with weights of `shapes` can take it.
+
+    Raises ValueError for a name it does not have, another shape, a weight that comes twice, and at the end for one
+    that did not come.
+    """
+    missing = set(shapes)
+    for bucket in buckets:
+        for name, shape in bucket.shapes.items():
+            if name not in shapes:
+                raise ValueError(f"The engine's model has no weight {name!r}.")
+            if shapes[name] != shape:
+                raise ValueError(
+                    f"The engine's weight {name!r} has the shape {tuple(shapes[name])}, not {tuple(shape)}."
+                )
+            if name not in missing:
+                raise ValueError(f"The weight {name!r} was sent twice.")
+            missing.discard(name)
+        yield bucket
+    if missing:
+        raise ValueError(f"The weight {min(missing)!r} was not sent ({len(missing)} in all).")
+
+
+class EngineFailure(RuntimeError):
+    """The engine died, hung or refused; the message ends with its last words."""
+
+
+class Engine(Protocol):
+    """An inference engine that lives in this process, or is led by it.
+
+    Its states are asleep (as it begins), weights awake, serving; `wake_weights`, `update_weights` and `wake` lead
+    from one to the next, `sleep` leads back. Every rank of an inference tensor-parallel group calls all of these;
+    only the rank that leads the group may call `generate`.
     """
 
-    def sleep(self) -> None:
-        """Let go of the memory that serving needs."""
+    dtype: torch.dtype  # of its weights
+    shapes: Mapping[str, torch.Size]  # the weights it needs, under their Hugging Face names
+    holds_weights: bool  # False before the first update, after a failed one, and once they were released
+    concurrent_samples: int | None  # how many it works on at once; None: it takes all prompts as one batch
+    asleep: Collection[str]  # the kinds of memory that it let go of
+    freed: int  # bytes of this rank's device that its last sleep gave back
+
+    def sleep(self, release: Collection[str]) -> None:
+        """Let go of the kinds of memory named in `release`."""
 
     def wake_weights(self) -> None:
         """Make the weights writable."""
 
-    def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Take over whole tensors under their Hugging Face names; raises ValueError where names or shapes differ."""
+    def update_weights(self, buckets: Iterable[Bucket]) -> None:
+        """Take over all weights; raises ValueError as `checked` does."""
+
+    def verify(self, buckets: Iterable[Bucket]) -> None:
+        """Raise RuntimeError where the weights that it holds are not, bit for bit, those in `buckets`."""
 
     def wake(self) -> None:
         """Be ready to generate."""
 
-    def generate(self, prompts: list[list[int]], samples: int, sampling: Sampling) -> list[list[Response]]:
-        """`samples` responses to each prompt, in the order of the prompts."""
+    def generate(
+        self, prompts: Iterable[tuple[int, list[int]]], samples: int, sampling: Sampling
+    ) -> Iterator[tuple[int, list[Response]]]:
+        """`samples` responses to each (index, prompt), as (index, responses) in the order in which they are done.
+
+        A prompt is taken from `prompts` when there is room to work on it.
+        """
 
     def shutdown(self) -> None:
         """End everything the engine started."""

@@ -4,7 +4,7 @@ All prompts run as one batch. Rows are aligned to the left, each with its own le
 left-padded; finished rows leave the batch a fifth of it at a time, and it ends with the last one.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +12,7 @@ import transformers
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface
 
-from workers.engines.protocol import Response, Sampling
+from workers.engines.protocol import Bucket, Response, Sampling, checked
 from workers.parallel.policy import ModelConfig, compute_dtype, read_config
 
 # All but cuDNN, which plans anew for every length: tens of milliseconds a token.
@@ -22,12 +22,13 @@ _KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBacke
 class _Cache:
     """Keys and values of every layer, [rows, KV heads, longest, head size] each, and where each row stands."""
 
-    def __init__(self, layers: int, lengths_R: torch.Tensor, longest: int) -> None:
+    def __init__(self, layers: int, lengths_R: torch.Tensor, longest: int, group: int) -> None:
         self.keys: list[torch.Tensor | None] = [None] * layers
         self.values: list[torch.Tensor | None] = [None] * layers
         self.longest = longest
         self.lengths_R = lengths_R  # tokens of each row that the cache holds
-        self.mask: torch.Tensor | None = None  # [rows, 1, new tokens, cells in use] bool
+        self.group = group  # query heads of one key head
+        self.mask: torch.Tensor | None = None  # [rows, 1, group x new tokens, cells in use] bool
         self.in_use = 0
 
     def begin(self, positions_RQ: torch.Tensor) -> None:
@@ -35,7 +36,8 @@ class _Cache:
         self.positions_RQ = positions_RQ
         self.in_use = int(positions_RQ.max()) + 1
         cells = torch.arange(self.in_use, device=positions_RQ.device)
-        self.mask = (cells <= positions_RQ[:, :, None])[:, None]
+        # The query heads of one key head stand in line as its queries, which every kernel takes, unlike grouped heads.
+        self.mask = (cells <= positions_RQ[:, :, None])[:, None].repeat(1, 1, self.group, 1)
 
     def append(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if self.keys[layer] is None:
@@ -56,12 +58,9 @@ class _Cache:
 
 def _cached_attention(module, query, key, value, attention_mask, *, scaling, cache, **_):
     keys, values = cache.append(module.layer_idx, key, value)
-    # The query heads of one key head stand in line as its queries, which every kernel takes, unlike grouped heads.
     rows, kv_heads, _, size = keys.shape
     lined_up = query.reshape(rows, kv_heads, -1, size)
-    mask = cache.mask.repeat(1, 1, query.shape[1] // kv_heads, 1)
-    with sdpa_kernel(_KERNELS):
-        out = F.scaled_dot_product_attention(lined_up, keys, values, attn_mask=mask, scale=scaling)
+    out = F.scaled_dot_product_attention(lined_up, keys, values, attn_mask=cache.mask, scale=scaling)
     return out.reshape(query.shape).transpose(1, 2), None
 
 
@@ -79,28 +78,30 @@ class TorchEngine:
         )
         self.model = self.model.to(device).eval().requires_grad_(False)
         self.weights = dict(self.model.named_parameters())
-        self.serving = False
+        self.shapes = {name: weight.shape for name, weight in self.weights.items()}
+        self.dtype = self.model.dtype
+        self.concurrent_samples = None
+        self.asleep, self.freed = (), 0
+        self.serving = self.holds_weights = False
 
-    def sleep(self) -> None:
+    def sleep(self, release: Collection[str]) -> None:
         self.serving = False
 
     def wake_weights(self) -> None:
         pass
 
-    def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        missing = set(self.weights)
-        for name, tensor in weights:
-            if name not in self.weights:
-                raise ValueError(f"The engine's model has no weight {name!r}.")
-            if self.weights[name].shape != tensor.shape:
-                expected, given = tuple(self.weights[name].shape), tuple(tensor.shape)
-                raise ValueError(f"The engine's weight {name!r} has the shape {expected}, not {given}.")
-            if name not in missing:
-                raise ValueError(f"The weight {name!r} was sent twice.")
-            missing.discard(name)
-            self.weights[name].data.copy_(tensor)
-        if missing:
-            raise ValueError(f"The weight {min(missing)!r} was not sent ({len(missing)} in all).")
+    def update_weights(self, buckets: Iterable[Bucket]) -> None:
+        self.holds_weights = False
+        for bucket in checked(buckets, self.shapes):
+            for name, tensor in bucket.items():
+                self.weights[name].data.copy_(tensor)
+        self.holds_weights = True
+
+    def verify(self, buckets: Iterable[Bucket]) -> None:
+        for bucket in checked(buckets, self.shapes):
+            for name, tensor in bucket.items():
+                if not torch.equal(self.weights[name], tensor):
+                    raise RuntimeError(f"The engine's weights are not the actor's: {name!r} differs.")
 
     def wake(self) -> None:
         self.serving = True
@@ -108,15 +109,24 @@ class TorchEngine:
     def shutdown(self) -> None:
         self.serving = False
 
-    @torch.no_grad()
-    def generate(self, prompts: list[list[int]], samples: int, sampling: Sampling) -> list[list[Response]]:
+    def generate(
+        self, prompts: Iterable[tuple[int, list[int]]], samples: int, sampling: Sampling
+    ) -> Iterator[tuple[int, list[Response]]]:
         if not self.serving:
             raise RuntimeError("The engine is asleep: it serves inside `with sharding.serving()` alone.")
+        indices, questions = zip(*prompts, strict=True)
+        yield from zip(indices, self._generate(questions, samples, sampling), strict=True)
+
+    @torch.no_grad()
+    @sdpa_kernel(_KERNELS)
+    def _generate(self, prompts: Sequence[list[int]], samples: int, sampling: Sampling) -> list[list[Response]]:
         generator = torch.Generator(self.device).manual_seed(sampling.seed)
         lengths_P = torch.tensor([len(prompt) for prompt in prompts], device=self.device)
         longest = int(lengths_P.max())
         padded = torch.tensor([prompt + [0] * (longest - len(prompt)) for prompt in prompts], device=self.device)
-        cache = _Cache(self.model.config.num_hidden_layers, lengths_P, longest + sampling.max_new_tokens)
+        config = self.model.config
+        group = config.num_attention_heads // config.num_key_value_heads
+        cache = _Cache(config.num_hidden_layers, lengths_P, longest + sampling.max_new_tokens, group)
         # Cells past a prompt's end hold padding until its own tokens overwrite them; no mask reaches there before.
         cells = torch.arange(longest, device=self.device).expand(len(prompts), -1)
         hidden = self._forward(padded, cells, cache)
@@ -126,11 +136,14 @@ class TorchEngine:
         hidden_RH = last_PH[rows]
         responses = [Response([], [], True) for _ in range(len(rows))]
         alive = torch.arange(len(rows), device=self.device)
-        stop = torch.tensor(sampling.stop, device=self.device)
+        stop = torch.tensor(sampling.stop, dtype=torch.int64, device=self.device)
         done_R = torch.zeros(len(rows), dtype=torch.bool, device=self.device)
         steps = []
         for left in reversed(range(sampling.max_new_tokens)):
-            tokens_R, logprobs_R = _sample(self.model.lm_head(hidden_RH), sampling, generator)
+            logits_RV = self.model.lm_head(hidden_RH).float()
+            if len(steps) < sampling.min_new_tokens:
+                logits_RV[:, stop] = -torch.inf
+            tokens_R, logprobs_R = _sample(logits_RV, sampling, generator)
             before_R, done_R = done_R, done_R | torch.isin(tokens_R, stop)
             steps.append((alive, tokens_R, logprobs_R, before_R, done_R))
             staying = (~done_R).nonzero()[:, 0]
@@ -161,7 +174,6 @@ def _sample(
     logits_RV: torch.Tensor, sampling: Sampling, generator: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One token a row, [R] int64, and its log-probability [R] float32; at temperature 0 the most likely token."""
-    logits_RV = logits_RV.float()
     if sampling.temperature == 0:
         logprobs_RV = logits_RV.log_softmax(-1)
         tokens_R = logprobs_RV.argmax(-1)

@@ -68,6 +68,7 @@ class Layout:
     tensor: DeviceMesh
     data: DeviceMesh  # what FSDP shards, and where there are replicas replicates, over
     data_group: dist.ProcessGroup  # one process of each part: they see other rows, but the same slice of weights
+    plane: dist.ProcessGroup  # the shards x slices processes that hold one replica of the model together
 
     @property
     def parts(self) -> int:
@@ -94,7 +95,19 @@ def make_layout(device: torch.device, replicate: int, tensor: int) -> Layout:
     mesh = init_device_mesh(device.type, (replicate, shards, tensor), mesh_dim_names=("replicate", "shard", "tensor"))
     part, peer = divmod(dist.get_rank(), tensor)
     groups = [dist.new_group(list(range(first, world, tensor))) for first in range(tensor)]
+    size = shards * tensor
+    planes = [dist.new_group(list(range(first, first + size))) for first in range(0, world, size)]
     data = mesh["replicate", "shard"] if replicate > 1 else mesh["shard"]
     return Layout(
-        device, mesh, replicate, shards, tensor, part, peer == 0, mesh["tensor"], data, data_group=groups[peer]
+        device,
+        mesh,
+        replicate,
+        shards,
+        tensor,
+        part,
+        leads=peer == 0,
+        tensor=mesh["tensor"],
+        data=data,
+        data_group=groups[peer],
+        plane=planes[dist.get_rank() // size],
     )

@@ -1,0 +1,100 @@
+"""What the RolloutWorker costs beside the bare engine: the same requests, in the same engine, in one run.
+
+    python -m benchmarks.rollout                                # 1.5B shape on one GPU, 64 x 8, 128 + 512 tokens
+    python -m benchmarks.rollout shape=tiny device=cpu prompts=4 samples=2 response=32      # anywhere, in seconds
+
+Settings, as key=value: shape, prompts, samples, prompt, response (tokens), rounds, options (SGLang's own), folder.
+"""
+
+import statistics
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.shapes import SHAPES, make
+from grpo.batch import jagged, make_batch
+from grpo.config import load, option
+from grpo.losses import AlgorithmConfig
+from workers.actor import ActorConfig, ActorWorker
+from workers.parallel.mesh import join, make_layout, pick_device
+from workers.parallel.policy import ModelConfig
+from workers.rollout import RolloutConfig, RolloutWorker, make_engine
+from workers.sharding import ShardingManager
+
+
+@dataclass
+class Settings:
+    shape: str = option("qwen2.5-1.5b", "")
+    prompts: int = option(64, "")
+    samples: int = option(8, "")
+    prompt: int = option(128, "")
+    response: int = option(512, "")
+    rounds: int = option(4, "")
+    memory_fraction: float = option(0.5, "")
+    device: str = option("auto", "")
+    options: dict[str, Any] = option({}, "")
+    folder: str = option("/tmp/shapes", "")
+
+
+def main() -> None:
+    settings = load(Settings, None, sys.argv[1:])
+    device = pick_device(settings.device)
+    join(device, 300.0)
+    model = ModelConfig(path=make(settings.shape, Path(settings.folder), device))
+    config = RolloutConfig(
+        engine="sglang",
+        max_response_tokens=settings.response,
+        concurrent_samples=settings.prompts * settings.samples,
+        memory_fraction=settings.memory_fraction,
+        release="none",
+        sglang=settings.options,
+    )
+    config.check(1, 1)
+    layout = make_layout(device, 1, 1)
+    begun = time.perf_counter()
+    engine = make_engine(model, config, layout, seed=0)
+    print(f"engine started in {time.perf_counter() - begun:.1f} s")
+    actor = ActorWorker(model, ActorConfig(), AlgorithmConfig(), layout, 1.0, 10)
+    worker = RolloutWorker(config, engine, layout, (), seed=0)
+    sharding = ShardingManager(actor, worker)
+    vocabulary, random = SHAPES[settings.shape][5], torch.Generator().manual_seed(0)
+    sampling = {"temperature": 1.0, "max_new_tokens": settings.response, "ignore_eos": True}
+    bare, ours = [], []
+    for _ in range(settings.rounds + 1):
+        # Other prompts each time, so that no cache knows them.
+        prompts = torch.randint(2, vocabulary, (settings.prompts, settings.prompt), generator=random)
+        requests = [row for row in prompts.tolist() for _ in range(settings.samples)]
+        with sharding.serving():
+            begun = time.perf_counter()
+            answers = engine._ask(
+                "generation",
+                lambda requests=requests: engine.engine.generate(
+                    input_ids=requests, sampling_params=sampling, return_logprob=True
+                ),
+                600,
+            )
+            bare.append(time.perf_counter() - begun)
+        assert all(len(answer["meta_info"]["output_token_logprobs"]) == settings.response for answer in answers)
+        prompts = torch.randint(2, vocabulary, (settings.prompts, settings.prompt), generator=random)
+        with sharding.serving():
+            begun = time.perf_counter()
+            batch = worker.generate(make_batch({"tokens": jagged(list(prompts))}), settings.samples)
+            ours.append(time.perf_counter() - begun)
+        assert len(batch["tokens"].values()) == len(requests) * (settings.prompt + settings.response)
+    tokens = len(requests) * settings.response
+    for name, seconds in (("bare engine", bare[1:]), ("RolloutWorker", ours[1:])):
+        median = statistics.median(seconds)
+        print(f"{name:14} {median:.3f} s ({min(seconds):.3f} to {max(seconds):.3f}), {tokens / median:,.0f} tokens/s")
+    ratio = statistics.median(bare[1:]) / statistics.median(ours[1:])
+    print(f"throughput of the worker over the bare engine's: {ratio:.3f}")
+    engine.shutdown()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

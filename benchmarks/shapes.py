@@ -1,0 +1,45 @@
+"""Models with the shapes of well-known ones and random weights, on disk: what the benchmarks run."""
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import transformers
+
+SHAPES = {
+    # name: hidden, layers, heads, key heads, feed-forward, vocabulary, tied
+    "qwen2.5-0.5b": (896, 24, 14, 2, 4864, 151936, True),
+    "qwen2.5-1.5b": (1536, 28, 12, 2, 8960, 151936, True),
+    "qwen2.5-7b": (3584, 28, 28, 4, 18944, 152064, False),
+    "tiny": (64, 2, 4, 2, 96, 128, True),
+}
+
+
+def make(shape: str, folder: Path, device: torch.device) -> str:
+    """The folder of a Qwen2 of `shape` with random bfloat16 weights; written once, by the first rank of a machine."""
+    path = folder / shape
+    if device.index in (None, 0) and not (path / "model.safetensors.index.json").exists():
+        hidden, layers, heads, kv_heads, feed_forward, vocabulary, tied = SHAPES[shape]
+        config = transformers.Qwen2Config(
+            hidden_size=hidden,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=kv_heads,
+            intermediate_size=feed_forward,
+            vocab_size=vocabulary,
+            tie_word_embeddings=tied,
+            max_position_embeddings=32768,
+            rope_theta=1e6,
+        )
+        with device:
+            model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        # Biases begin as zeros, with which a bias sent to a wrong place would not be seen.
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                torch.nn.init.normal_(parameter, std=0.02)
+        model.save_pretrained(path, max_shard_size="4GB")
+        del model
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    dist.barrier()
+    return str(path)

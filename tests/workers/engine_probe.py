@@ -1,0 +1,115 @@
+"""Run by test_sglang.py and test_gpu_sglang.py under torchrun: the real SGLang behind every training layout.
+
+    torchrun --nproc-per-node N engine_probe.py MODEL OUT DEVICE DTYPE ENGINE_TP[,ENGINE_TP] REPLICATE-TENSOR[,...]
+
+starts an engine for each ENGINE_TP, gives it two rounds of weights from an actor on each layout, and leaves
+OUT/PARTS-TENSOR-rREPLICATE-eENGINE_TP.pt with what the controller saw.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from grpo.batch import jagged, lengths_of, make_batch, with_values
+from grpo.losses import AlgorithmConfig
+from workers.actor import ActorConfig, ActorWorker
+from workers.parallel.mesh import Layout, join, make_layout, pick_device
+from workers.parallel.policy import ModelConfig
+from workers.rollout import RolloutConfig, RolloutWorker, make_engine
+from workers.sharding import ShardingManager
+
+TEMPERATURE = 0.8
+PROMPTS = [list(range(2, 6 + i)) for i in range(8)]
+
+
+def rollout(sharding: ShardingManager, controls: bool) -> dict:
+    """One rollout of 4 samples a prompt, and how far its log-probabilities are from the actor's own."""
+    prompts = make_batch({"tokens": jagged([torch.tensor(prompt) for prompt in PROMPTS])}) if controls else None
+    with sharding.serving():
+        samples = sharding.rollout.generate(prompts, 4)
+    sharding.expect_current(samples)
+    ours = sharding.actor.compute_logprobs(samples)
+    if not controls:
+        return {"samples": None, "sync": dict(sharding.metrics)}
+    gaps = (ours["old_logprobs"].values() - samples["rollout_logprobs"].values())[samples["response_mask"].values()]
+    prompts_back = [row[~mask].tolist() for row, mask in zip(*_rows(samples, "tokens", "response_mask"), strict=True)]
+    return {
+        "samples": samples,
+        "gap": float(gaps.abs().mean()),
+        "prompts": prompts_back,
+        "versions": samples["version"].unique().tolist(),
+        "sync": dict(sharding.metrics),
+    }
+
+
+def _rows(batch, *names: str):
+    return [batch[name].unbind() for name in names]
+
+
+def learn(sharding: ShardingManager, samples) -> None:
+    """One step that changes the weights."""
+    if samples is not None:
+        mask = samples["response_mask"]
+        samples["group"] = torch.arange(len(samples)) // 4
+        signs = torch.tensor([1.0, -1.0]).repeat(len(samples) // 2).repeat_interleave(torch.tensor(lengths_of(mask)))
+        samples["advantages"] = with_values(mask, signs * mask.values())
+    sharding.actor.update(samples)
+
+
+def two_rounds(model: ModelConfig, config: RolloutConfig, engine, engines: Layout, layout: Layout) -> dict:
+    controls = dist.get_rank() == 0
+    actor = ActorWorker(model, ActorConfig(learning_rate=1e-3), AlgorithmConfig(), layout, TEMPERATURE, 10)
+    sharding = ShardingManager(actor, RolloutWorker(config, engine, engines, (1,), seed=3))
+    first = rollout(sharding, controls)
+    before = [(bucket.flat.clone(), bucket.shapes) for bucket in sharding.weights()]
+    learn(sharding, first["samples"])
+    second = rollout(sharding, controls)
+    # What the engine was given before the update is not what it holds now.
+    moved = [type(bucket)(flat, shapes) for bucket, (flat, shapes) in zip(sharding.weights(), before, strict=True)]
+    said = ""
+    engine.wake_weights()
+    if engine.holds_weights:
+        try:
+            engine.verify(iter(moved))
+        except RuntimeError as error:
+            said = str(error)
+    engine.sleep(())
+    return {"first": first, "second": second, "verify_of_old_weights": said, "verified": sharding.verified}
+
+
+def main() -> None:
+    folder, out, device, dtype, engine_sizes, layouts = sys.argv[1:]
+    device = pick_device(device)
+    join(device, 300.0)
+    model = ModelConfig(path=folder, dtype=dtype)
+    options = {} if device.type == "cpu" else {"attention_backend": "triton"}
+    for size in map(int, engine_sizes.split(",")):
+        config = RolloutConfig(
+            engine="sglang",
+            tensor_parallel=size,
+            temperature=TEMPERATURE,
+            max_response_tokens=48,
+            # One prompt at a time on a CPU, so that the engines have something to hand out.
+            concurrent_samples=4 if device.type == "cpu" else 64,
+            memory_fraction=0.3,
+            verify_every=1,
+            bucket_megabytes=1 if device.type == "cpu" else 512,
+            release="kv",
+            sglang=options,
+        )
+        engines = make_layout(device, 1, size)
+        engine = make_engine(model, config, engines, seed=engines.part)
+        for cut in layouts.split(","):
+            replicate, tensor = map(int, cut.split("-"))
+            layout = make_layout(device, replicate, tensor)
+            result = two_rounds(model, config, engine, engines, layout)
+            if dist.get_rank() == 0:
+                torch.save(result, Path(out) / f"{layout.parts}-{tensor}-r{replicate}-e{size}.pt")
+        engine.shutdown()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""What this project runs inside SGLang's own processes: their log, questions to their model, a bar on stop tokens.
+
+SGLang calls a question like a weight loader of its own (`custom_weight_loader`): with its model and with tensors that
+were sent. The last of them, a byte tensor that both processes share, takes the answer.
+"""
+
+import json
+import os
+from typing import Any
+
+import torch
+
+LOG = "GRPO_ENGINE_LOG"
+"""The environment variable that names the file for what SGLang's processes print."""
+
+ANSWER_BYTES = 2**20
+
+# SGLang keeps these of Hugging Face's matrices as one.
+FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"}
+FUSED |= {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
+
+
+def run_scheduler(*args: Any, **kwargs: Any) -> None:
+    """SGLang's scheduler process, with its output in the log: what it says last is what explains its death."""
+    log = os.open(os.environ[LOG], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    from sglang.srt.managers.scheduler import run_scheduler_process
+
+    run_scheduler_process(*args, **kwargs)
+
+
+def engine_name(name: str) -> str:
+    """Under which name SGLang's model holds the weight that Hugging Face calls `name`."""
+    return ".".join(FUSED.get(part, part) for part in name.split("."))
+
+
+def tell_names(model: torch.nn.Module, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
+    """Answer the names of all parameters."""
+    _answer(named_tensors[-1][1], [name for name, _ in model.named_parameters()])
+
+
+def compare(model: torch.nn.Module, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
+    """Answer {parameter: [elements, those that the sent weights set, those among them that were not equal before]}.
+
+    Each parameter is emptied, loaded from what was sent by SGLang's own loader, compared with what stood there
+    before, and put back: whatever way SGLang fuses and cuts weights, what differs is found, and what was sent for
+    a parameter but not taken is seen missing.
+    """
+    *weights, (_, answer) = named_tensors
+    parameters = dict(model.named_parameters())
+    touched = {engine_name(name) for name, _ in weights}
+    held = {name: parameters[name].detach().clone() for name in touched}
+    for name in touched:
+        parameters[name].data.fill_(torch.nan)
+    model.load_weights(weights)
+    counts = {}
+    for name, before in held.items():
+        sent = parameters[name].data
+        is_set = ~sent.isnan()
+        counts[name] = torch.stack([is_set.sum(), (is_set & (sent != before)).sum()])
+        parameters[name].data.copy_(before)
+    _answer(answer, {name: [parameters[name].numel(), *count.tolist()] for name, count in counts.items()})
+
+
+class BarStops:
+    """SGLang's logit processor for responses of at least `minimum` tokens: bars the `stop` ids before.
+
+    SGLang's own min_new_tokens wants a tokenizer. It calls this once for each token that it draws.
+    """
+
+    def __call__(self, logits: torch.Tensor, parameters: list[dict[str, Any]]) -> torch.Tensor:
+        for row, mine in enumerate(parameters):
+            mine["drawn"] = mine.get("drawn", 0) + 1
+            if mine["drawn"] <= mine["minimum"]:
+                logits[row, mine["stop"]] = -torch.inf
+        return logits
+
+
+def _answer(tensor: torch.Tensor, value: Any) -> None:
+    text = json.dumps(value).encode() + b"\0"
+    tensor[: len(text)].copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+    if tensor.is_cuda:
+        torch.cuda.synchronize()
+
+
+def read_answer(tensor: torch.Tensor) -> Any:
+    """What a question wrote into the byte tensor that went with it."""
+    return json.loads(bytes(tensor.cpu().numpy()).split(b"\0", 1)[0])
