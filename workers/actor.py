@@ -207,13 +207,22 @@ class ActorWorker(Worker):
             total, sums = grpo_loss(
                 logprobs, entropy, mask, micro["advantages"], old, micro.get("ref_logprobs"), self.algorithm
             )
-            gap = (micro["rollout_logprobs"] - (logprobs.detach() if old is None else old))[mask]
+            ours = (logprobs.detach() if old is None else old)[mask]
+            gap = micro["rollout_logprobs"][mask] - ours
             # Over samples of the rollout policy the mean of the gap itself estimates KL(rollout || trainer).
             sums |= {"rollout/logprob_gap": gap.abs().sum(), "rollout/kl": gap.sum()}
             sums["rollout/logprob_gap_max"] = gap.abs().max() if len(gap) else gap.new_zeros(())
-            return total, sums
+            moments = {"gap2": gap.square(), "ours": ours, "ours2": ours.square(), "both": gap * ours}
+            return total, sums | {name: values.sum() for name, values in moments.items()}
 
-        return self._step(batch, loss)
+        metrics = self._step(batch, loss)
+        gap2, ours, ours2, both = (metrics.pop(name) for name in ("gap2", "ours", "ours2", "both"))
+        covariance = both - metrics["rollout/kl"] * ours
+        spread, gap_spread = max(ours2 - ours**2, 1e-12), max(gap2 - metrics["rollout/kl"] ** 2, 1e-12)
+        # Another temperature stretches log-probabilities: the gap then follows them, which nothing else makes it do.
+        metrics["rollout/gap_correlation"] = covariance / (spread * gap_spread) ** 0.5
+        metrics["rollout/gap_slope"] = covariance / spread
+        return metrics
 
     @dispatched("tokens", "response_mask")
     def imitate(self, batch: TensorDict) -> dict[str, float]:

@@ -30,6 +30,9 @@ RELEASES = {"none": (), "kv": (KV_CACHE,), "kv+weights": (KV_CACHE, WEIGHTS), "a
 MARGIN = 0.05
 """The share of a GPU's memory that `auto` leaves unused, for what a later step needs beyond the fullest so far."""
 
+ROUNDING = 0.15
+"""A larger mean difference of log-probabilities is more than two ways to compute in bfloat16 explain."""
+
 
 class State(Enum):
     """Who owns the memory."""
@@ -201,30 +204,35 @@ class ShardingManager:
 
         metrics: those of an update. Raises RuntimeError past rollout.gap_error. Both name the likely cause.
         """
-        config, gap, kl = self.rollout.config, metrics["rollout/logprob_gap"], metrics["rollout/kl"]
+        config, gap = self.rollout.config, metrics["rollout/logprob_gap"]
         if gap <= config.gap_warning:
             return None
-        # Rounding moves log-probabilities up and down alike, so that its KL is of the order of its square alone.
-        if abs(kl) <= 4 * gap**2:
+        dtype = str(self.engine.dtype).removeprefix("torch.")
+        if abs(metrics["rollout/gap_correlation"]) > 0.7:
+            stretch = max(1 + metrics["rollout/gap_slope"], 1e-3)
             cause = (
-                f"rounding: both sides compute in {str(self.engine.dtype).removeprefix('torch.')}, with other kernels "
-                "each. Try another attention_backend in rollout.sglang; with model.dtype=float32 the gap must vanish"
+                f"the temperature: the engine seems to sample at {config.temperature / stretch:.2g}, and the trainer "
+                f"computes at {config.temperature:g}"
             )
-        elif self.verified == self.rollout.version - 1 or self.verified == self.rollout.version:
+        elif self.engine.dtype != torch.float32 and gap < ROUNDING:
             cause = (
-                "sampling: the engine's weights were compared and are the actor's, so it samples from another "
-                f"distribution than the trainer computes. Is it the temperature ({config.temperature}), or an option "
-                "of rollout.sglang that changes the model's numbers?"
+                f"rounding: both sides compute in {dtype}, with other kernels each. Try another attention_backend in "
+                "rollout.sglang; with model.dtype=float32 the gap must vanish"
+            )
+        elif self.verified == self.rollout.version:
+            cause = (
+                "the engine's numbers: its weights were compared and are the actor's, so it computes otherwise from "
+                "them. Look at attention_backend, quantization and kv_cache_dtype in rollout.sglang"
             )
         else:
             cause = (
-                "stale weights: the engine seems to sample from others than the actor's. They were last compared at "
-                f"version {self.verified}; rollout.verify_every=1 compares them each time"
+                "stale weights: the engine seems to hold others than the actor's. They were last compared at version "
+                f"{self.verified}; rollout.verify_every=1 compares them each time"
             )
         limit, name = (config.gap_error, "gap_error") if gap > config.gap_error else (config.gap_warning, "gap_warning")
         message = (
-            f"Rollout and trainer log-probabilities differ by {gap:.3g} on average (KL {kl:.3g}), more than "
-            f"rollout.{name}={limit:g}. The likely cause is {cause}."
+            f"Rollout and trainer log-probabilities differ by {gap:.3g} on average (KL "
+            f"{metrics['rollout/kl']:.3g}), more than rollout.{name}={limit:g}. The likely cause is {cause}."
         )
         if gap > config.gap_error:
             raise RuntimeError(message)

@@ -234,31 +234,52 @@ def test_what_is_offloaded_comes_back_unchanged_and_is_gone_meanwhile(sharding, 
     assert not torch.equal(tensors[0], before[0])
 
 
-GAPS = {
-    "rounding": ({"rollout/logprob_gap": 0.06, "rollout/kl": 0.002}, "rounding: both sides compute in float32"),
-    "sampling": ({"rollout/logprob_gap": 0.06, "rollout/kl": 0.05}, "sampling: the engine's weights were compared"),
-    "stale": ({"rollout/logprob_gap": 0.06, "rollout/kl": 0.05}, "stale weights: .* last compared at version 0"),
-}
+def gap(size, correlation=0.1):
+    return {
+        "rollout/logprob_gap": size,
+        "rollout/kl": size / 2,
+        "rollout/gap_correlation": correlation,
+        "rollout/gap_slope": 1.0,
+    }
 
 
-@pytest.mark.parametrize("cause", GAPS)
-def test_a_gap_is_told_with_its_likely_cause(sharding, prompts, cause):
-    metrics, says = GAPS[cause]
-    for _ in range(3 if cause == "stale" else 1):
-        learn(sharding, rollout(sharding, prompts))
-    assert re.search(f"by 0.06 on average .*gap_warning=0.05.*{says}", sharding.judge_gap(metrics))
-    assert sharding.judge_gap({**metrics, "rollout/logprob_gap": 0.05}) is None
-    with pytest.raises(RuntimeError, match="gap_error=0.5"):
-        sharding.judge_gap({"rollout/logprob_gap": 0.6, "rollout/kl": 0.4})
+def test_a_gap_is_told_past_one_threshold_and_ends_the_run_past_another(sharding):
+    sharding.verified = sharding.rollout.version
+    assert sharding.judge_gap(gap(0.05)) is None
+    assert "by 0.06 on average (KL 0.03), more than rollout.gap_warning=0.05" in sharding.judge_gap(gap(0.06))
+    with pytest.raises(RuntimeError, match=r"by 0.51 .* more than rollout.gap_error=0.5"):
+        sharding.judge_gap(gap(0.51))
 
 
-@pytest.mark.parametrize("temperature", [0.5, 2.0])
-def test_another_temperature_in_sampling_shows_as_a_gap_of_that_kind(sharding, prompts, temperature):
-    sharding.rollout.config.temperature = temperature  # the actor computes at 1
-    metrics = learn(sharding, rollout(sharding, prompts))
-    assert "sampling: " in sharding.judge_gap(
-        metrics | {"rollout/logprob_gap": min(metrics["rollout/logprob_gap"], 0.4)}
-    )
+def test_a_small_gap_in_bfloat16_is_rounding_and_another_is_not(sharding):
+    sharding.verified = sharding.rollout.version
+    assert "cause is the engine's numbers" in sharding.judge_gap(gap(0.06))
+    sharding.engine.dtype = torch.bfloat16
+    assert "cause is rounding: both sides compute in bfloat16" in sharding.judge_gap(gap(0.06))
+    assert "cause is the engine's numbers" in sharding.judge_gap(gap(0.3))
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.4])
+def test_another_temperature_in_sampling_is_named(sharding, temperature):
+    sharding.rollout.config.max_response_tokens = 60
+    prompts = make_batch({"tokens": jagged([torch.tensor([i]) for i in range(5, 37)])})
+    with sharding.serving():
+        batch = sharding.rollout.generate(prompts, 2, temperature)  # the actor computes at 1
+    said = sharding.judge_gap(learn(sharding, batch))
+    sampled_at = float(re.search("the engine seems to sample at ([0-9.]+), and the trainer computes at 1", said)[1])
+    assert sampled_at == pytest.approx(temperature, rel=0.15)
+
+
+def test_stale_weights_in_sampling_are_named(sharding, prompts):
+    learn(sharding, rollout(sharding, prompts))
+    engine = sharding.rollout.engine
+    engine.update_weights = lambda buckets: [None for _ in buckets]
+    sharding.rollout.config.verify_every = 0
+    for weight in engine.weights.values():
+        weight.data += 0.02 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1))
+    said = sharding.judge_gap(learn(sharding, rollout(sharding, prompts)))
+    assert "cause is stale weights: " in said
+    assert "last compared at version 0" in said
 
 
 def test_the_memory_table_counts_what_the_actor_holds(sharding, prompts):
