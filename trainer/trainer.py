@@ -5,7 +5,7 @@ worker methods split it over the ranks and collect what they return (workers/dis
 """
 
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from trainer.tracking import Stopwatch, Tracker
 from workers.actor import ActorWorker
 from workers.dispatch import on_controller
 from workers.parallel.mesh import make_layout
-from workers.parallel.policy import ModelConfig, read_tokenizer
+from workers.parallel.policy import ModelConfig, read_config, read_tokenizer
 from workers.ref import RefWorker
 from workers.rollout import RolloutWorker, make_engine
 from workers.sharding import ShardingManager
@@ -269,11 +269,8 @@ def check_reward_columns(config: TrainConfig, prompts: Prompts) -> None:
 
 
 def stop_tokens(model: ModelConfig) -> tuple[int, ...]:
-    """The ids that end a response: the tokenizer's end of sequence and those of the model's generation config."""
-    ids = {read_tokenizer(model).eos_token_id}
-    try:
-        more = transformers.GenerationConfig.from_pretrained(model.path).eos_token_id
-    except OSError:
-        more = None
-    ids |= set(more if isinstance(more, list) else [] if more is None else [more])
-    return tuple(sorted(ids))
+    """The ids that end a response: the end of sequence of the tokenizer, of the model and of its generation config."""
+    found = [read_tokenizer(model).eos_token_id, read_config(model).eos_token_id]
+    with suppress(OSError):
+        found.append(transformers.GenerationConfig.from_pretrained(model.path).eos_token_id)
+    return tuple(sorted({i for ids in found if ids is not None for i in (ids if isinstance(ids, list) else [ids])}))

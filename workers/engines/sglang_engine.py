@@ -10,6 +10,7 @@ watched, and a failure is an EngineFailure with the engine's last words.
 import asyncio
 import inspect
 import json
+import multiprocessing
 import os
 import queue
 import signal
@@ -101,7 +102,8 @@ class SGLangEngine:
     """`sglang.Engine` on the ranks of one tensor-parallel group of `layout`; its weights are garbage until an update.
 
     SGLang draws its samples in whatever order requests meet in its batches, so `Sampling.seed` decides nothing by
-    itself; with `options={"enable_deterministic_inference": True}` it decides each sample alone.
+    itself; with `sglang={"enable_deterministic_inference": True}` it decides each sample alone. SGLang also stops at
+    the end-of-sequence ids of the model's configuration, unless there is no stop id at all.
 
     config: its options, how many samples it works on at once, its share of the memory, and the longest silence after
     which a working engine is given up. log: receives what SGLang's processes print.
@@ -122,7 +124,12 @@ class SGLangEngine:
         self.freed = 0
         self.deterministic = bool(config.sglang.get("enable_deterministic_inference"))
         self.group = layout.tensor.get_group() if layout.slices > 1 else None
-        self.names_agree = False
+        if self.group is not None and layout.device.type == "cpu":
+            # The engine's processes take tensors of the host from ranks that know the key they were started with.
+            key = [bytes(multiprocessing.current_process().authkey)]
+            dist.broadcast_object_list(key, group=self.group, group_src=0)
+            multiprocessing.current_process().authkey = key[0]
+        self.names_agree = self.dead = False
         self.engine = None
         self.processes: list[Any] = []
         if layout.leads:
@@ -172,6 +179,11 @@ class SGLangEngine:
         # One of SGLang's processes that fails sends this, whose default would end the trainer without a word.
         signal.signal(signal.SIGQUIT, lambda *_: None)
         environment = {LOG: str(self.log), "SGLANG_MEMORY_SAVER_CUDA_GRAPH": str(int(config.release == "all"))}
+        if not cuda and layout.slices > 1 and "SGLANG_CPU_OMP_THREADS_BIND" not in os.environ:
+            cores = sorted(os.sched_getaffinity(0))
+            environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(
+                str(cores[slice_ % len(cores)]) for slice_ in range(layout.slices)
+            )
         with _environment(environment), _no_main_module():
             self._ask("start", lambda: self._start(arguments), START_SECONDS)
         if config.min_response_tokens:
@@ -182,8 +194,6 @@ class SGLangEngine:
         self.has_sessions = hasattr(self.engine, "begin_weight_update")
 
     def _start(self, arguments: Mapping[str, Any]) -> None:
-        import multiprocessing
-
         from sglang.srt.entrypoints.engine import Engine
 
         class QuietEngine(Engine):
@@ -214,6 +224,8 @@ class SGLangEngine:
 
         `seconds`: the longest wait, stall_seconds where it is None.
         """
+        if self.dead:
+            raise EngineFailure(f"SGLang's {what} is not possible: the engine was given up before.")
         future: Future = Future()
         self.requests.put((future, function))
         begun, limit = time.monotonic(), seconds or self.stall_seconds
@@ -240,13 +252,16 @@ class SGLangEngine:
     def _failure(self, what: str, how: str, alive: bool = False) -> EngineFailure:
         words = self.log.read_text(errors="replace").strip().splitlines()[-30:] if self.log.exists() else []
         if not alive:
-            self.holds_weights, self.awake = False, False
+            self.holds_weights, self.awake, self.dead = False, False, True
             self.kill()
         last = "\n".join(f"  | {line}" for line in words) or "  | (none)"
         return EngineFailure(f"SGLang's {what} {how}. Its last words ({self.log}):\n{last}")
 
     def kill(self) -> None:
         """End SGLang's processes at once."""
+        watchdog = getattr(getattr(self.engine, "tokenizer_manager", None), "_subprocess_watchdog", None)
+        if watchdog is not None:
+            watchdog.stop()  # it would cry wolf
         for process in self.processes:
             process.kill()
         for process in self.processes:
@@ -254,9 +269,17 @@ class SGLangEngine:
         self.processes = []
 
     def shutdown(self) -> None:
-        if self.layout.leads:
-            self.kill()
+        if self.processes:
+            self.requests.put((Future(), self._end_loop))
             self.requests.put(None)
+            self.kill()
+
+    def _end_loop(self) -> None:
+        loop = self.engine.loop
+        tasks = asyncio.all_tasks(loop)
+        for task in tasks:
+            task.cancel()
+        loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
 
     # --- memory ----------------------------------------------------------------------------------------------------
 

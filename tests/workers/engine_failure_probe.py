@@ -1,0 +1,53 @@
+"""Run by test_sglang.py under torchrun: two engines serve, and something happens to that of the last rank.
+
+    torchrun --nproc-per-node N engine_failure_probe.py MODEL LOG kill|stop
+
+Prints "HURT" when it does it. `kill` ends the engine's process, `stop` halts it as a deadlock would.
+"""
+
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from grpo.batch import jagged, make_batch
+from grpo.losses import AlgorithmConfig
+from workers.actor import ActorConfig, ActorWorker
+from workers.parallel.mesh import join, make_layout, pick_device
+from workers.parallel.policy import ModelConfig
+from workers.rollout import RolloutConfig, RolloutWorker, make_engine
+from workers.sharding import ShardingManager
+
+
+def main() -> None:
+    folder, log, harm = sys.argv[1:]
+    device = pick_device("cpu")
+    join(device, 300.0)
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    model, layout = ModelConfig(path=folder), make_layout(device, 1, 1)
+    config = RolloutConfig(engine="sglang", max_response_tokens=400, concurrent_samples=4, stall_seconds=10.0)
+    engine = make_engine(model, config, layout, seed=rank, log=Path(f"{log}-{rank}"))
+    actor = ActorWorker(model, ActorConfig(), AlgorithmConfig(), layout, 1.0, 10)
+    sharding = ShardingManager(actor, RolloutWorker(config, engine, layout, (), seed=3))
+
+    def hurt() -> None:
+        time.sleep(3)
+        print("HURT", time.time(), flush=True)
+        for process in engine.processes:
+            os.kill(process.pid, signal.SIGKILL if harm == "kill" else signal.SIGSTOP)
+
+    prompts = make_batch({"tokens": jagged([torch.tensor([5, 6, 7])] * 64)}) if rank == 0 else None
+    with sharding.serving():
+        if rank == last:
+            threading.Thread(target=hurt, daemon=True).start()
+        sharding.rollout.generate(prompts, 4)
+    print("finished without a failure", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,300 @@
+"""The real SGLang on a CPU: it samples what it says, from exactly the weights it was given, and fails with words.
+
+bash tests/run.sh -m sglang
+"""
+
+import dataclasses
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from examples.countdown import make_model
+from grpo.config import ConfigError
+from tests.workers.conftest import answers_of, buckets_of
+from tests.workers.engine_probe import PROMPTS as PROBED
+from workers.engines.protocol import KV_CACHE, WEIGHTS, EngineFailure, Sampling
+from workers.parallel.policy import ModelConfig
+from workers.rollout import RolloutConfig, make_engine
+
+pytestmark = pytest.mark.sglang
+
+SIZES = {"hidden": 64, "layers": 2, "heads": 4, "kv_heads": 2, "feed_forward": 96}
+PROMPTS = [[5, 6, 7], [9], [20, 30, 40, 50, 60, 70, 80], [5, 6], [100, 3, 100, 3]]
+SAMPLING = Sampling(1.0, top_p=1.0, top_k=0, min_new_tokens=0, max_new_tokens=12, stop=(), seed=1)
+
+
+@pytest.fixture(scope="module")
+def qwen3_untied(tmp_path_factory):
+    """A model and its folder."""
+    folder = tmp_path_factory.mktemp("qwen3") / "model"
+    model = make_model("qwen3", tied=False, vocab=117, seed=5, **SIZES)
+    model.save_pretrained(folder)
+    return model.eval(), folder
+
+
+@pytest.fixture(scope="module")
+def started(layout, qwen3_untied):
+    """The engine, and the environment variables that its start changed."""
+    before = dict(os.environ)
+    config = RolloutConfig(
+        engine="sglang", concurrent_samples=16, min_response_tokens=1, stall_seconds=30.0, sglang={"page_size": 1}
+    )
+    engine = make_engine(ModelConfig(path=str(qwen3_untied[1])), config, layout, seed=0)
+    yield engine, {name for name in before | dict(os.environ) if before.get(name) != os.environ.get(name)}
+    engine.shutdown()
+
+
+@pytest.fixture
+def engine(started, qwen3_untied) -> Iterator:
+    """The engine, serving the weights of the model."""
+    engine, _ = started
+    engine.sleep(())
+    engine.wake_weights()
+    engine.update_weights(buckets_of(qwen3_untied[0].named_parameters()))
+    engine.wake()
+    return engine
+
+
+def sampling(**changes) -> Sampling:
+    return dataclasses.replace(SAMPLING, **changes)
+
+
+def reference(model, prompt, tokens, temperature):
+    """log-probabilities [len(tokens), vocabulary] under a forward pass of transformers over the whole sequence."""
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+    return (logits / temperature).log_softmax(-1)
+
+
+def assert_logprobs_are_right(model, answers, temperature):
+    for prompt, responses in zip(PROMPTS, answers, strict=True):
+        for response in responses:
+            logp = reference(model, prompt, response.tokens, temperature)
+            expected = logp[torch.arange(len(response.tokens)), response.tokens]
+            torch.testing.assert_close(torch.tensor(response.logprobs), expected, rtol=0, atol=1e-5)
+
+
+def test_starting_it_leaves_the_environment_as_it_was(started):
+    assert started[1] == set()
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.5])
+def test_logprobs_are_those_of_transformers_at_the_temperature(engine, qwen3_untied, temperature):
+    stop = (1, *range(40, 60))  # with the model's own end of sequence, 1
+    answers = answers_of(engine, PROMPTS, 3, sampling(temperature=temperature, stop=stop))
+    assert_logprobs_are_right(qwen3_untied[0], answers, temperature)
+    flat = [response for responses in answers for response in responses]
+    assert len(flat) == 15
+    assert {response.truncated for response in flat} == {True, False}
+    for response in flat:
+        assert not set(response.tokens[:-1]) & set(stop)
+        assert response.truncated == (response.tokens[-1] not in stop)
+        assert len(response.tokens) == 12 or not response.truncated
+    assert len({tuple(response.tokens) for response in flat}) == 15
+
+
+def test_temperature_0_takes_the_most_likely_token(engine, qwen3_untied):
+    for prompt, (answer,) in zip(PROMPTS, answers_of(engine, PROMPTS, 1, sampling(temperature=0)), strict=True):
+        assert reference(qwen3_untied[0], prompt, answer.tokens, 1.0).argmax(-1).tolist() == answer.tokens
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(3, 1.0), (0, 0.2)])
+def test_only_allowed_tokens_are_drawn_and_their_logprobs_are_not_renormalised(engine, qwen3_untied, top_k, top_p):
+    prompt = PROMPTS[2]
+    answers = answers_of(engine, [prompt], 100, sampling(top_k=top_k, top_p=top_p, max_new_tokens=1))[0]
+    logp = reference(qwen3_untied[0], prompt, [0], 1.0)[0].sort(descending=True)
+    count = top_k or int((logp.values.exp().cumsum(0) < top_p).sum()) + 1
+    drawn = {response.tokens[0]: response.logprobs[0] for response in answers}
+    assert 1 < len(drawn) <= count
+    assert drawn.keys() <= set(logp.indices[:count].tolist())
+    for token, logprob in drawn.items():
+        assert logprob == pytest.approx(float(logp.values[logp.indices == token]), abs=1e-5)
+
+
+def test_no_response_ends_before_it_is_long_enough(engine):
+    stop = tuple(range(60))
+    answers = answers_of(engine, PROMPTS, 4, sampling(stop=stop, min_new_tokens=5))
+    lengths = [len(response.tokens) for responses in answers for response in responses]
+    assert min(lengths) == 6
+    for responses in answers:
+        for response in responses:
+            assert not set(response.tokens[:5]) & set(stop)
+
+
+def test_prompts_are_taken_as_there_is_room_for_their_samples(engine, monkeypatch):
+    taken, answered, at_work, answer = [], [], [], engine._answer
+
+    async def counted(index, *rest):
+        result = await answer(index, *rest)
+        answered.append(index)
+        return result
+
+    def prompts():
+        for index in range(10):
+            taken.append(index)
+            at_work.append(len(taken) - len(answered))
+            yield index, PROMPTS[0]
+
+    monkeypatch.setattr(engine, "_answer", counted)
+    done = [index for index, responses in engine.generate(prompts(), 4, SAMPLING) if len(responses) == 4]
+    assert sorted(done) == list(range(10))
+    assert max(at_work) == 4  # 16 samples at once, 4 a prompt
+
+
+def test_asleep_it_does_not_generate_and_released_weights_must_come_again(engine, qwen3_untied):
+    engine.sleep((KV_CACHE,))
+    assert engine.asleep == {KV_CACHE}
+    with pytest.raises(RuntimeError, match="asleep"):
+        next(engine.generate([(0, [5])], 1, SAMPLING))
+    engine.wake_weights()
+    engine.wake()
+    assert engine.holds_weights
+    assert_logprobs_are_right(qwen3_untied[0], answers_of(engine, PROMPTS, 1, SAMPLING), 1.0)
+    engine.sleep((KV_CACHE, WEIGHTS))
+    engine.sleep((KV_CACHE, WEIGHTS))  # SGLang ends itself where what sleeps is put to sleep, or what wakes is woken
+    engine.wake_weights()
+    engine.wake_weights()
+    engine.wake()
+    with pytest.raises(RuntimeError, match="has no weights"):
+        next(engine.generate([(0, [5])], 1, SAMPLING))
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (lambda n, w: [("model.layers.7.bias", torch.zeros(1))], "has no weight 'model.layers.7.bias'"),
+        (lambda n, w: [(n, w.T)], r"'model.layers.1.mlp.up_proj.weight' has the shape \(96, 64\), not \(64, 96\)"),
+        (lambda n, w: [], r"'model.layers.1.mlp.up_proj.weight' was not sent \(1 in all\)"),
+        (lambda n, w: [(n, w), (n, w)], "'model.layers.1.mlp.up_proj.weight' was sent twice"),
+    ],
+)
+def test_an_update_that_does_not_fit_is_refused_and_the_engine_lives_on(engine, qwen3_untied, damage, says):
+    weights = dict(qwen3_untied[0].named_parameters())
+    name = "model.layers.1.mlp.up_proj.weight"
+    wrong = damage(name, weights.pop(name))
+    with pytest.raises(ValueError, match=says):
+        engine.update_weights(buckets_of([*weights.items(), *wrong]))
+    with pytest.raises(RuntimeError, match="has no weights"):
+        next(engine.generate([(0, [5])], 1, SAMPLING))
+    engine.update_weights(buckets_of(qwen3_untied[0].named_parameters()))
+    assert_logprobs_are_right(qwen3_untied[0], answers_of(engine, PROMPTS, 1, SAMPLING), 1.0)
+
+
+def test_one_element_that_differs_is_found_and_comparing_changes_nothing(engine, qwen3_untied):
+    weights = {name: weight.detach().clone() for name, weight in qwen3_untied[0].named_parameters()}
+    engine.verify(buckets_of(weights.items()))
+    for name in ("model.layers.1.self_attn.k_proj.weight", "lm_head.weight", "model.norm.weight"):
+        weights[name].view(-1)[7] += 1e-3
+        held = re.escape(name.replace("k_proj", "qkv_proj"))
+        with pytest.raises(RuntimeError, match=rf"1 of its \d+ parameters differ, '{held}' in 1 of"):
+            engine.verify(buckets_of(weights.items(), each=3))
+        weights[name].view(-1)[7] = dict(qwen3_untied[0].named_parameters())[name].view(-1)[7].detach()
+    assert_logprobs_are_right(qwen3_untied[0], answers_of(engine, PROMPTS, 1, SAMPLING), 1.0)
+
+
+def test_a_refusal_is_raised_with_its_message_and_the_engine_lives_on(engine, qwen3_untied, monkeypatch):
+    async def refuse(*_):
+        return False, "the moon is full"
+
+    monkeypatch.setattr(engine.engine.tokenizer_manager, "update_weights_from_tensor", refuse)
+    with pytest.raises(EngineFailure, match="was refused: the moon is full"):
+        engine.update_weights(buckets_of(qwen3_untied[0].named_parameters()))
+    monkeypatch.undo()
+    assert not engine.holds_weights
+    engine.update_weights(buckets_of(qwen3_untied[0].named_parameters()))
+    assert_logprobs_are_right(qwen3_untied[0], answers_of(engine, PROMPTS, 1, SAMPLING), 1.0)
+
+
+def test_a_model_with_other_weights_is_refused_before_anything_is_sent(engine, qwen3_untied, monkeypatch):
+    monkeypatch.setattr(engine, "names_agree", False)
+    monkeypatch.setitem(engine.shapes, "model.layers.0.extra.weight", torch.Size([3]))
+    with pytest.raises(EngineFailure, match=r"do not have the same weights: they differ in 'model.layers.0.extra"):
+        engine.update_weights(buckets_of(qwen3_untied[0].named_parameters()))
+
+
+def test_options_are_checked_by_name():
+    RolloutConfig(engine="sglang", sglang={"attention_backend": "triton"}).check(1, 1)
+    with pytest.raises(ConfigError, match=r"rollout.sglang.atention_backend .* did you mean attention_backend\?"):
+        RolloutConfig(engine="sglang", sglang={"atention_backend": "triton"}).check(1, 1)
+    with pytest.raises(ConfigError, match=r"rollout.sglang.tp_size is decided by the trainer"):
+        RolloutConfig(engine="sglang", sglang={"tp_size": 2}).check(1, 1)
+
+
+# --- many processes ------------------------------------------------------------------------------------------------
+
+
+def torchrun(processes: int, probe: str, *arguments: object, timeout: float, check: bool = True):
+    """The finished process of a probe beside this file."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    return subprocess.run(
+        [*command, str(Path(__file__).with_name(probe)), *map(str, arguments)],
+        check=check,
+        timeout=timeout,
+        env=os.environ
+        | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{os.environ['PYTHONPATH']}:{Path(__file__).parents[2]}"},
+        cwd=Path(__file__).parents[2],
+        capture_output=not check,
+        text=True,
+    )
+
+
+@pytest.fixture(scope="module")
+def probed(tmp_path_factory) -> Path:
+    """What engine_probe.py saw on two processes: engines of one and of two, actors under FSDP and tensor-parallel."""
+    folder = tmp_path_factory.mktemp("probe")
+    make_model("qwen2", tied=True, vocab=120, seed=5, **SIZES).save_pretrained(folder / "model")
+    torchrun(2, "engine_probe.py", folder / "model", folder, "cpu", "float32", "1,2", "1-1,1-2", timeout=280)
+    return folder
+
+
+@pytest.mark.parametrize("engine_size", [1, 2])
+@pytest.mark.parametrize("layout", ["2-1-r1", "1-2-r1"])
+def test_every_engine_holds_and_uses_the_weights_of_every_layout(probed, layout, engine_size):
+    result = torch.load(probed / f"{layout}-e{engine_size}.pt", weights_only=False)
+    for version, rollout in enumerate((result["first"], result["second"])):
+        assert rollout["versions"] == [version]
+        assert rollout["gap"] <= 1e-5
+        assert rollout["prompts"] == [prompt for prompt in PROBED for _ in range(4)]
+        assert rollout["sync"]["sync/bytes"] > 0
+        assert "time/sync/verify" in rollout["sync"]
+    assert result["verified"] == 1
+    assert "The engine's weights are not the actor's" in result["verify_of_old_weights"]
+
+
+def orphans(log: Path) -> list[int]:
+    """Processes whose engine writes to `log`."""
+    found = []
+    for environment in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if str(log).encode() in environment.read_bytes():
+                found.append(int(environment.parent.name))
+        except OSError:
+            continue
+    return found
+
+
+@pytest.mark.parametrize(("harm", "processes"), [("kill", 1), ("stop", 2)])
+def test_an_engine_that_dies_or_hangs_ends_every_rank_with_words_and_leaves_nothing(tmp_path, harm, processes):
+    make_model("llama", tied=False, vocab=117, seed=5, **SIZES).save_pretrained(tmp_path / "model")
+    log = tmp_path / "engine"
+    ended = torchrun(processes, "engine_failure_probe.py", tmp_path / "model", log, harm, timeout=280, check=False)
+    took = time.time() - float(re.search(r"HURT ([\d.]+)", ended.stdout)[1])
+    assert ended.returncode != 0
+    assert "finished without" not in ended.stdout
+    assert took < 60
+    says = {
+        "kill": "SGLang's generation failed: its process ended with exit code -9",
+        "stop": "SGLang's generation has been silent for 10 s",
+    }[harm]
+    assert says in ended.stderr
+    assert f"Its last words ({log}-{processes - 1})" in ended.stderr
+    assert "Memory of cpu" in ended.stderr
+    assert "actor: optimizer" in ended.stderr
+    assert orphans(log) == []
