@@ -21,10 +21,12 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.shapes import make
+from grpo.batch import jagged, make_batch
 from grpo.config import load, option
 from grpo.losses import AlgorithmConfig
 from workers.actor import ActorConfig, ActorWorker
 from workers.engines.protocol import Bucket
+from workers.engines.sglang_engine import SGLangEngine
 from workers.parallel.mesh import join, make_layout, pick_device
 from workers.parallel.policy import ModelConfig
 from workers.rollout import RolloutConfig, RolloutWorker, make_engine
@@ -93,12 +95,14 @@ def gather_bandwidth(device: torch.device, size: int = 2**29) -> float:
     return size * (world - 1) / world / min(seconds)
 
 
-def held() -> tuple[int, int]:
-    """Bytes in use on this rank's GPU by everyone, and of the host by everyone."""
+def held(engine: SGLangEngine) -> tuple[int, int]:
+    """Bytes in use on this rank's GPU by everyone, and of the host by this process and its engine's."""
     free, total = torch.cuda.mem_get_info() if torch.cuda.is_available() else (0, 0)
-    lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    kilobytes = {name: int(lines[name].split()[0]) for name in ("MemTotal", "MemAvailable")}
-    return total - free, (kilobytes["MemTotal"] - kilobytes["MemAvailable"]) * 1024
+    resident = 0
+    for pid in ["self", *(process.pid for process in engine.processes)]:
+        lines = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+        resident += int(lines["RssAnon"].split()[0]) * 1024
+    return total - free, resident
 
 
 def main() -> None:
@@ -113,6 +117,7 @@ def main() -> None:
         memory_fraction=settings.memory_fraction,
         bucket_megabytes=settings.bucket_megabytes,
         release="kv+weights",
+        max_response_tokens=64,
         verify_every=0,
         sglang=settings.options,
     )
@@ -124,8 +129,18 @@ def main() -> None:
     layout = make_layout(device, 1, settings.actor_tp)
     actor = ActorWorker(model, ActorConfig(), AlgorithmConfig(), layout, 1.0, 10)
     sharding = ShardingManager(actor, RolloutWorker(config, engine, engines, (), seed=0))
+    prompts = None
+    if dist.get_rank() == 0:
+        prompts = torch.randint(2, 1000, (16, 32), generator=torch.Generator().manual_seed(0))
+        prompts = make_batch({"tokens": jagged(list(prompts))})
     with sharding.serving():
         engine.verify(sharding.weights())
+        samples = sharding.rollout.generate(prompts, 4)
+    ours = actor.compute_logprobs(samples)
+    if samples is not None:
+        gaps = ours["old_logprobs"].values() - samples["rollout_logprobs"].values()
+        gap = float(gaps[samples["response_mask"].values()].abs().mean())
+        console.print(f"mean difference of log-probabilities over {len(samples)} samples of 64 tokens: {gap:.5f}")
     console.print(
         f"{settings.shape}: {dist.get_world_size()} rank(s), actor tp {settings.actor_tp}, engine tp "
         f"{settings.engine_tp}; engine started in {started:.1f} s; its weights are the actor's"
@@ -160,7 +175,7 @@ def main() -> None:
         for count in range(1, settings.soak + 1):
             cycle(sharding)
             if count in (5, settings.soak):
-                marks[count] = held()
+                marks[count] = held(engine)
         (gpu, host), (gpu_end, host_end) = marks[5], marks[settings.soak]
         console.print(
             f"after 5 and {settings.soak} cycles: GPU {gpu / 2**30:.3f} and {gpu_end / 2**30:.3f} GiB, "

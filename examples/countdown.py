@@ -17,9 +17,10 @@ import itertools
 import json
 import random
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -42,6 +43,7 @@ class Preset:
     largest_target: int = 30
     held_out: int = 128
     demonstrations: int = 24_000
+    model: dict[str, Any] = field(default_factory=dict)  # of make_model, where it is not the small one
 
 
 def presets() -> dict[str, Preset]:
@@ -49,11 +51,27 @@ def presets() -> dict[str, Preset]:
 
     search: many tries, and learning to try on pays. direct: a single try, and learning to try the right one pays.
     hard: search with multiplication, where a small model does not reach the top.
+    large: harder still, for a model of 76 million parameters and a GPU.
     """
+    large = {"hidden": 768, "layers": 12, "heads": 12, "kv_heads": 4, "head_dim": 64, "feed_forward": 2048}
+    # The tokenizer's 118 tokens, and two so that four tensor-parallel processes can share them.
+    large |= {"vocab": 120, "initializer_range": 0.02}
     return {
         "search": Preset("+-", 10, right=0.0, patient=0.15, give_up=0.1, most_tries=14),
         "direct": Preset("+-", 12, right=0.4, patient=0.0, give_up=1.0, most_tries=1),
         "hard": Preset("+-*", 9, right=0.0, patient=0.2, give_up=0.2, most_tries=10),
+        "large": Preset(
+            "+-*",
+            15,
+            0.0,
+            largest_target=60,
+            patient=0.15,
+            give_up=0.1,
+            most_tries=14,
+            held_out=256,
+            demonstrations=120_000,
+            model=large,
+        ),
     }
 
 
@@ -168,10 +186,12 @@ def make_model(
     feed_forward: int = 192,
     vocab: int = 118,
     tied: bool = True,
+    initializer_range: float = 0.1,
 ) -> transformers.PreTrainedModel:
     """A randomly initialised float32 causal language model of the kind qwen2, qwen3 or llama.
 
     The weights depend on `seed` alone and the global random state is left as it was. Token 0 is pad, 1 is eos.
+    initializer_range: the usual 0.02 is for wide layers and learns slower in narrow ones.
     """
     configs = {
         "qwen2": transformers.Qwen2Config,
@@ -188,7 +208,7 @@ def make_model(
         intermediate_size=feed_forward,
         max_position_embeddings=512,
         rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-        initializer_range=0.1,  # the usual 0.02 is for wide layers and learns slower here
+        initializer_range=initializer_range,
         tie_word_embeddings=tied,
         pad_token_id=0,
         bos_token_id=None,
@@ -207,7 +227,7 @@ def make_model(
 def write(out: Path, preset: Preset, seed: int) -> None:
     """Fill the folder `out`: model/, train.jsonl, heldout.jsonl, demonstrations.jsonl."""
     training, held_out = problems(preset, seed)
-    make_model(seed=seed).save_pretrained(out / "model")
+    make_model(seed=seed, **preset.model).save_pretrained(out / "model")
     make_tokenizer().save_pretrained(out / "model")
     _write_lines(out / "train.jsonl", (problem.row() for problem in training))
     _write_lines(out / "heldout.jsonl", (problem.row() for problem in held_out))

@@ -97,7 +97,7 @@ def test_logprobs_are_those_of_transformers_at_the_temperature(engine, qwen3_unt
         assert not set(response.tokens[:-1]) & set(stop)
         assert response.truncated == (response.tokens[-1] not in stop)
         assert len(response.tokens) == 12 or not response.truncated
-    assert len({tuple(response.tokens) for response in flat}) == 15
+    assert len({tuple(response.tokens) for response in flat}) > 10
 
 
 def test_temperature_0_takes_the_most_likely_token(engine, qwen3_untied):

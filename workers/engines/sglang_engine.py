@@ -135,6 +135,9 @@ class SGLangEngine:
         if layout.leads:
             self.log = log or Path(tempfile.mkstemp(prefix="sglang-", suffix=".log")[1])
             self._lead(model, config, seed)
+        else:
+            import sglang.srt.managers.io_struct  # takes seconds, in which the others start the engine
+            import sglang.srt.utils  # noqa: F401
         self.sleep((KV_CACHE, WEIGHTS))
 
     def _lead(self, model: ModelConfig, config: RolloutConfig, seed: int) -> None:
@@ -145,7 +148,7 @@ class SGLangEngine:
             "log_level": "error",
             # Samples of one prompt share its prefix; decoding graphs up to what runs at once, and none for prefilling,
             # which cost more at the start than they save.
-            "cuda_graph_max_bs_decode": self.concurrent_samples,
+            "cuda_graph_bs_decode": _graph_sizes(self.concurrent_samples),
             "disable_prefill_cuda_graph": True,
         }
         if not cuda:
@@ -179,6 +182,9 @@ class SGLangEngine:
         # One of SGLang's processes that fails sends this, whose default would end the trainer without a word.
         signal.signal(signal.SIGQUIT, lambda *_: None)
         environment = {LOG: str(self.log), "SGLANG_MEMORY_SAVER_CUDA_GRAPH": str(int(config.release == "all"))}
+        if not cuda:
+            # Compiling a kernel on the first request would take longer than all requests of a tiny model.
+            environment["TORCHDYNAMO_DISABLE"] = "1"
         if not cuda and layout.slices > 1 and "SGLANG_CPU_OMP_THREADS_BIND" not in os.environ:
             cores = sorted(os.sched_getaffinity(0))
             environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(
@@ -484,6 +490,18 @@ class SGLangEngine:
             return_logprob=True,
             custom_logit_processor=self.bar_stops if "custom_params" in parameters else None,
         )
+
+
+def _graph_sizes(most: int) -> list[int]:
+    """Numbers of samples that decoding has a CUDA graph for: about four from one doubling to the next, up to `most`.
+
+    SGLang's own list has three times as many, and each of them takes a third of a second or more at the start.
+    """
+    sizes, size = [1, 2, 4], 8
+    while size < most:
+        sizes += [size, size * 5 // 4, size * 3 // 2, size * 7 // 4] if size >= 64 else [size, size * 3 // 2]
+        size *= 2
+    return [*(size for size in sizes if size < most), most]
 
 
 def _response(output: Mapping[str, Any]) -> Response:

@@ -1,0 +1,107 @@
+"""SGLang on CUDA devices: every training layout of this machine times every engine size, and memory that is short.
+
+bash tests/run.sh -m "gpu and sglang"
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from examples.countdown import make_model
+from grpo.batch import jagged, make_batch
+from grpo.losses import AlgorithmConfig
+from tests.workers.engine_probe import PROMPTS
+from workers.actor import ActorConfig, ActorWorker
+from workers.parallel.mesh import join, make_layout, pick_device
+from workers.parallel.policy import ModelConfig
+from workers.rollout import RolloutConfig, RolloutWorker, make_engine
+from workers.sharding import ShardingManager
+
+pytestmark = [pytest.mark.gpu, pytest.mark.sglang, pytest.mark.timeout(580)]
+
+SIZES = [size for size in (1, 2, 4) if torch.cuda.device_count() and torch.cuda.device_count() % size == 0]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("gpu")
+    sizes = {"hidden": 1024, "layers": 8, "heads": 16, "kv_heads": 4, "head_dim": 64, "feed_forward": 4096}
+    model = make_model("qwen2", vocab=32000, initializer_range=0.02, seed=5, **sizes)
+    model.save_pretrained(folder / "model")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def probed(folder) -> Path:
+    """What engine_probe.py saw on all GPUs of this machine."""
+    sizes, layouts = ",".join(map(str, SIZES)), ",".join(f"1-{size}" for size in SIZES)
+    count = torch.cuda.device_count()
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
+    probe = Path(__file__).with_name("engine_probe.py")
+    subprocess.run(
+        [*command, str(probe), str(folder / "model"), str(folder), "cuda", "bfloat16", sizes, layouts],
+        check=True,
+        timeout=560,
+        env=os.environ | {"OMP_NUM_THREADS": "4"},
+        cwd=Path(__file__).parents[2],
+    )
+    return folder
+
+
+@pytest.mark.parametrize("engine_size", SIZES)
+@pytest.mark.parametrize("slices", SIZES)
+def test_every_engine_holds_and_uses_the_weights_of_every_layout(probed, slices, engine_size):
+    parts = torch.cuda.device_count() // slices
+    result = torch.load(probed / f"{parts}-{slices}-r1-e{engine_size}.pt", weights_only=False)
+    for version, rollout in enumerate((result["first"], result["second"])):
+        print(f"actor {parts} x tp {slices}, engine tp {engine_size}, version {version}: gap {rollout['gap']:.5f}")
+        assert rollout["versions"] == [version]
+        assert rollout["gap"] <= 0.011
+        assert rollout["prompts"] == [prompt for prompt in PROMPTS for _ in range(4)]
+    assert result["verified"] == 1
+    assert "The engine's weights are not the actor's" in result["verify_of_old_weights"]
+
+
+def test_memory_that_is_short_at_wake_up_is_said_with_a_table_and_a_dead_engine_leaves_none_behind(folder):
+    device = pick_device("cuda")
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    join(device, 120.0)
+    layout, model = make_layout(device, 1, 1), ModelConfig(path=str(folder / "model"))
+    free_before = torch.cuda.mem_get_info()[0]
+    config = RolloutConfig(
+        engine="sglang",
+        concurrent_samples=8,
+        memory_fraction=0.3,
+        release="kv+weights",
+        sglang={"attention_backend": "triton"},
+        max_response_tokens=16,
+    )
+    engine = make_engine(model, config, layout, seed=0)
+    actor = ActorWorker(model, ActorConfig(), AlgorithmConfig(), layout, 1.0, 10)
+    sharding = ShardingManager(actor, RolloutWorker(config, engine, layout, (1,), seed=0))
+    prompts = make_batch({"tokens": jagged([torch.tensor([5, 6, 7])] * 4)})
+    with sharding.serving():
+        assert len(sharding.rollout.generate(prompts, 2)) == 8
+    hog = torch.empty(torch.cuda.mem_get_info()[0] - 2**30, dtype=torch.uint8, device=device)
+    with (
+        pytest.raises(MemoryError, match=r"The engine needs .* lower rollout.memory_fraction") as error,
+        sharding.serving(),
+    ):
+        pass
+    assert "actor: parameters (this rank's shards)" in str(error.value)
+    assert "other tensors of the trainer" in str(error.value)
+    del hog
+    torch.cuda.empty_cache()
+    with sharding.serving():
+        assert len(sharding.rollout.generate(prompts, 2)) == 8
+    engine.kill()
+    del sharding, actor
+    torch.cuda.empty_cache()
+    assert free_before - torch.cuda.mem_get_info()[0] < 2**30
+    dist.destroy_process_group()
