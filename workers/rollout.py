@@ -141,7 +141,6 @@ class RolloutWorker(Worker):
         self.config, self.engine, self.stop, self.seed = config, engine, stop, seed
         self.progress = progress
         self.version = -1
-        self.rollouts = 0
 
     def generate(self, prompts: TensorDict | None, samples: int, temperature: float | None = None) -> TensorDict | None:
         """`samples` responses to each prompt: the batch fields tokens to truncated, `samples` rows a prompt.
@@ -150,15 +149,26 @@ class RolloutWorker(Worker):
         configured one, as evaluations may want; 0 takes the most likely token. Returns B = P x samples rows, those of
         a prompt side by side, on the controller and None elsewhere.
         """
-        self.rollouts += 1
         what = "RolloutWorker.generate"
-        prompts = self.group.share(prompts, ("tokens",), what)
+        store = dist.distributed_c10d._get_default_store()
+        if prompts is not None:
+            number = torch.full((len(prompts),), store.add("rollouts", 1))
+            prompts = make_batch({"tokens": prompts["tokens"], "rollout": number})
+        prompts = self.group.share(prompts, ("tokens", "rollout"), what)
         answers = None
         if self.layout.leads:
-            answers = self._generate([row.tolist() for row in prompts["tokens"].unbind()], samples, temperature)
-        return self.group.gather(answers, what)
+            # What the engines tell one another about this rollout, and no other.
+            store = dist.PrefixStore(f"rollout-{int(prompts['rollout'][0])}", store)
+            questions = [row.tolist() for row in prompts["tokens"].unbind()]
+            answers = self._generate(questions, samples, temperature, store)
+        answers = self.group.gather(answers, what)
+        if answers is not None and len(answers) != len(prompts) * samples:
+            raise RuntimeError(f"{len(answers)} samples came back of {len(prompts)} prompts x {samples}.")
+        return answers
 
-    def _generate(self, prompts: list[list[int]], samples: int, temperature: float | None) -> TensorDict:
+    def _generate(
+        self, prompts: list[list[int]], samples: int, temperature: float | None, store: dist.Store
+    ) -> TensorDict:
         """What this engine answered, with the prompt of each row in the field `row`."""
         sampling = Sampling(
             temperature=self.config.temperature if temperature is None else temperature,
@@ -171,8 +181,6 @@ class RolloutWorker(Worker):
             seed=hash((self.seed, self.version, self.layout.part, samples)) % 2**31,
         )
         parts = self.layout.parts
-        # What the engines tell one another about this rollout.
-        store = dist.PrefixStore(f"rollout-{self.rollouts}", dist.distributed_c10d._get_default_store())
         shares = balance([len(prompt) for prompt in prompts], parts)
         if parts == 1 or self.engine.concurrent_samples is None:
             mine = shares[self.layout.part]
