@@ -124,10 +124,11 @@ class SGLangEngine:
         self.freed = 0
         self.deterministic = bool(config.sglang.get("enable_deterministic_inference"))
         self.group = layout.tensor.get_group() if layout.slices > 1 else None
-        if self.group is not None and layout.device.type == "cpu":
-            # The engine's processes take tensors of the host from ranks that know the key they were started with.
+        if layout.device.type == "cpu":
+            # An engine's processes take tensors of the host from ranks that have the key they were started with, and
+            # a rank keeps the one it first shared a tensor with.
             key = [bytes(multiprocessing.current_process().authkey)]
-            dist.broadcast_object_list(key, group=self.group, group_src=0)
+            dist.broadcast_object_list(key)
             multiprocessing.current_process().authkey = key[0]
         self.names_agree = self.dead = False
         self.engine = None
