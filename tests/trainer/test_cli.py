@@ -27,7 +27,7 @@ def no_weights(monkeypatch):
 
     monkeypatch.setattr(workers.actor, "load_policy", refuse)
     monkeypatch.setattr(workers.ref, "load_policy", refuse)
-    monkeypatch.setattr("trainer.trainer.TorchEngine", refuse)
+    monkeypatch.setattr("trainer.trainer.make_engine", refuse)
 
 
 @pytest.fixture
@@ -50,6 +50,14 @@ def refusal(run_main, settings, tmp_path, monkeypatch, capsys):
 
 def assert_names(sentence: str, *words: str) -> None:
     assert [word for word in words if word not in sentence] == [], sentence
+
+
+@pytest.mark.parametrize("installed", ["0.5.16", "0.5.22", "0.4.9.post2"])
+def test_an_sglang_that_was_not_tried_is_refused_with_the_range_and_the_way_out(refusal, monkeypatch, installed):
+    monkeypatch.setattr("workers.engines.sglang_engine.version", lambda _: installed)
+    said = refusal("rollout.engine=sglang")
+    assert_names(said, f"SGLang {installed}", "0.5.17 up to, but not, 0.5.22", "pip install -e '.[sglang]'")
+
 
 
 @pytest.mark.parametrize("command", ["train", "sft"])
@@ -80,7 +88,17 @@ def test_what_can_work_gets_as_far_as_loading_weights(command, run_main, setting
         (["rewards.weights.math=1"], ["'math'", "'answer'", "prompt, numbers, target"]),
         (["evaluation.accuracy=math"], ["evaluation.accuracy=math", "countdown"]),
         (["rollout.engine=vllm"], ["rollout.engine='vllm'", "torch"]),
-        (["rollout.engine=sglang"], ["rollout.engine=sglang", "rollout.engine=torch"]),
+        (["rollout.engine=sglang"], ["rollout.engine=sglang", "not installed", "pip install -e '.[sglang]'"]),
+        (["rollout.tensor_parallel=2"], ["rollout.tensor_parallel", "rollout.engine=sglang"]),
+        (["rollout.engine=sglang", "rollout.tensor_parallel=2"], ["rollout.tensor_parallel=2", "1 process(es)"]),
+        (["rollout.sglang={attention_backend: triton}"], ["rollout.sglang", "rollout.engine=sglang"]),
+        (["rollout.release=everything"], ["rollout.release='everything'", "kv+weights"]),
+        (["rollout.memory_fraction=1.5"], ["rollout.memory_fraction=1.5"]),
+        (["rollout.min_response_tokens=13"], ["rollout.min_response_tokens=13", "rollout.max_response_tokens=12"]),
+        (["rollout.gap_warning=0.9"], ["rollout.gap_warning=0.9", "rollout.gap_error=0.5"]),
+        (["rollout.verify_every=-1"], ["rollout.verify_every=-1"]),
+        (["rollout.stall_seconds=0"], ["rollout.stall_seconds=0"]),
+        (["actor.offload=[gradients]"], ["actor.offload='gradients'", "optimizer, parameters"]),
         (["checkpoint.resume=true", "tracking.name=null"], ["checkpoint.resume", "tracking.name"]),
         (["model.path=./nowhere"], ["model.path=./nowhere", "not a folder"]),
         (["model.path=null"], ["model.path"]),

@@ -72,12 +72,12 @@ def check_sglang(options: Mapping[str, Any]) -> None:
     try:
         installed = version("sglang")
     except PackageNotFoundError as error:
-        raise ConfigError(f"rollout.engine=sglang needs SGLang, which is not installed: {INSTALL}") from error
+        raise ConfigError(f"rollout.engine=sglang needs SGLang, which is not installed: use {INSTALL}.") from error
     numbers = tuple(int(part) for part in installed.split("+")[0].split(".")[:3] if part.isdigit())
     if not FIRST <= numbers < BEYOND:
         first, beyond = (".".join(map(str, edge)) for edge in (FIRST, BEYOND))
         raise ConfigError(
-            f"SGLang {installed} is installed, and versions from {first} to before {beyond} are supported: {INSTALL}"
+            f"SGLang {installed} is installed, and {first} up to, but not, {beyond} are supported: use {INSTALL}."
         )
     if "expandable_segments:True" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""):
         raise ConfigError(
