@@ -59,7 +59,6 @@ def test_an_sglang_that_was_not_tried_is_refused_with_the_range_and_the_way_out(
     assert_names(said, f"SGLang {installed}", "0.5.17 up to, but not, 0.5.22", "pip install -e '.[sglang]'")
 
 
-
 @pytest.mark.parametrize("command", ["train", "sft"])
 def test_what_can_work_gets_as_far_as_loading_weights(command, run_main, settings, tmp_path):
     with pytest.raises(AssertionError, match="weights were loaded"):
