@@ -51,9 +51,12 @@ def test_what_a_slow_engine_has_not_begun_is_taken_by_the_others_and_by_one_alon
     assert sorted(prompt for rank in taken for prompt in rank) == list(range(60))
     assert taken[1][0] == 1
     assert len(taken[1]) < 10
-    # Each begins with its own share.
-    for rank in (0, 2, 3):
-        assert taken[rank][:15] == list(range(rank, 60, 4))
+    # Each begins with its own share, in order, and takes nothing of it once it has turned to that of others.
+    for rank, prompts in enumerate(taken):
+        own = [prompt % 4 == rank for prompt in prompts]
+        assert prompts[0] == rank
+        assert own == sorted(own, reverse=True)
+        assert prompts[: sum(own)] == sorted(prompts[: sum(own)])
 
 
 @pytest.mark.parametrize("slices", [1, 2])
