@@ -1,6 +1,6 @@
-"""Run by test_sglang.py under torchrun: two engines serve, and something happens to that of the last rank.
+"""Run by test_sglang.py under torchrun: engines of ENGINE_TP ranks serve, and something happens to the last one.
 
-    torchrun --nproc-per-node N engine_failure_probe.py MODEL LOG kill|stop
+    torchrun --nproc-per-node N engine_failure_probe.py MODEL LOG kill|stop ENGINE_TP
 
 Prints "HURT" when it does it. `kill` ends the engine's process, `stop` halts it as a deadlock would.
 """
@@ -25,15 +25,21 @@ from workers.sharding import ShardingManager
 
 
 def main() -> None:
-    folder, log, harm = sys.argv[1:]
+    folder, log, harm, size = sys.argv[1:]
     device = pick_device("cpu")
     join(device, 300.0)
-    rank, last = dist.get_rank(), dist.get_world_size() - 1
-    model, layout = ModelConfig(path=folder), make_layout(device, 1, 1)
-    config = RolloutConfig(engine="sglang", max_response_tokens=400, concurrent_samples=4, stall_seconds=10.0)
-    engine = make_engine(model, config, layout, seed=rank, log=Path(f"{log}-{rank}"))
+    rank = dist.get_rank()
+    model, layout, engines = ModelConfig(path=folder), make_layout(device, 1, 1), make_layout(device, 1, int(size))
+    config = RolloutConfig(
+        engine="sglang",
+        tensor_parallel=int(size),
+        max_response_tokens=400,
+        concurrent_samples=4,
+        stall_seconds=10.0 if harm == "stop" else 45.0,
+    )
+    engine = make_engine(model, config, engines, seed=rank, log=Path(f"{log}-{rank}"))
     actor = ActorWorker(model, ActorConfig(), AlgorithmConfig(), layout, 1.0, 10)
-    sharding = ShardingManager(actor, RolloutWorker(config, engine, layout, (), seed=3))
+    sharding = ShardingManager(actor, RolloutWorker(config, engine, engines, (), seed=3))
 
     def hurt() -> None:
         time.sleep(3)
@@ -43,7 +49,7 @@ def main() -> None:
 
     prompts = make_batch({"tokens": jagged([torch.tensor([5, 6, 7])] * 64)}) if rank == 0 else None
     with sharding.serving():
-        if rank == last:
+        if engines.leads and engines.part == engines.parts - 1:
             threading.Thread(target=hurt, daemon=True).start()
         sharding.rollout.generate(prompts, 4)
     print("finished without a failure", flush=True)

@@ -280,11 +280,12 @@ def orphans(log: Path) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize(("harm", "processes"), [("kill", 1), ("stop", 2)])
-def test_an_engine_that_dies_or_hangs_ends_every_rank_with_words_and_leaves_nothing(tmp_path, harm, processes):
-    make_model("llama", tied=False, vocab=117, seed=5, **SIZES).save_pretrained(tmp_path / "model")
+@pytest.mark.parametrize(("harm", "engine_size"), [("kill", 2), ("stop", 1)])
+def test_an_engine_that_dies_or_hangs_ends_every_rank_with_words_and_leaves_nothing(tmp_path, harm, engine_size):
+    make_model("llama", tied=False, vocab=120, seed=5, **SIZES).save_pretrained(tmp_path / "model")
     log = tmp_path / "engine"
-    ended = torchrun(processes, "engine_failure_probe.py", tmp_path / "model", log, harm, timeout=280, check=False)
+    probe = "engine_failure_probe.py"
+    ended = torchrun(2, probe, tmp_path / "model", log, harm, engine_size, timeout=280, check=False)
     took = time.time() - float(re.search(r"HURT ([\d.]+)", ended.stdout)[1])
     assert ended.returncode != 0
     assert "finished without" not in ended.stdout
@@ -294,7 +295,7 @@ def test_an_engine_that_dies_or_hangs_ends_every_rank_with_words_and_leaves_noth
         "stop": "SGLang's generation has been silent for 10 s",
     }[harm]
     assert says in ended.stderr
-    assert f"Its last words ({log}-{processes - 1})" in ended.stderr
+    assert f"Its last words ({log}-{2 - engine_size})" in ended.stderr
     assert "Memory of cpu" in ended.stderr
     assert "actor: optimizer" in ended.stderr
     assert orphans(log) == []

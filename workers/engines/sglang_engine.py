@@ -63,7 +63,7 @@ QUESTIONS = {question: f"{question.__module__}.{question.__name__}" for question
 
 OWNED = ("model_path", "tokenizer_path", "device", "dtype", "base_gpu_id", "tp_size", "random_seed", "load_format")
 OWNED += ("custom_weight_loader", "skip_tokenizer_init", "enable_memory_saver", "mem_fraction_static")
-OWNED += ("max_running_requests",)
+OWNED += ("max_running_requests", "enable_custom_logit_processor")
 """SGLang's options that the trainer decides, from the settings of its own that they belong to."""
 
 
@@ -291,6 +291,8 @@ class SGLangEngine:
     # --- memory ----------------------------------------------------------------------------------------------------
 
     def sleep(self, release: Collection[str]) -> None:
+        if self.dead:
+            return  # the other ranks of the group, which wait for an answer, would not take part
         self.awake = False
         tags = [tag for tag in (KV_CACHE, WEIGHTS, CUDA_GRAPH) if tag in release and tag not in self.asleep]
         self.asleep.update(tags)
