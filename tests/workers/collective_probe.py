@@ -2,7 +2,8 @@
 
     torchrun --nproc-per-node 4 collective_probe.py OUT
 
-leaves OUT/heads-RANK.pt, OUT/transport-RANK.pt, OUT/handout-RANK.pt and OUT/missing-RANK.pt.
+leaves OUT/heads-RANK.pt, OUT/transport-RANK.pt, OUT/gathered-RANK.pt,
+OUT/handout-RANK.pt and OUT/missing-RANK.pt.
 """
 
 import os
@@ -14,9 +15,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from tensordict import TensorDict
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from grpo.batch import jagged, make_batch, select
 from workers.dispatch import Worker, dispatched
+from workers.parallel.gather import Gatherer
 from workers.parallel.logprobs import head_logprobs
 from workers.parallel.mesh import join, make_layout, pick_device
 from workers.rollout import Handout
@@ -121,6 +125,27 @@ def transport() -> dict[int, dict]:
     return results
 
 
+def gathered() -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Parameters whose rows no number of shards divides: as the Gatherer gives them, and as full_tensor does."""
+    results = {}
+    for slices in (1, 2):
+        layout = make_layout(pick_device("cpu"), 1, slices)
+        torch.manual_seed(0)
+        # The last has fewer rows than there are four shards.
+        model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Linear(6, 5), torch.nn.Linear(3, 2))
+        if slices > 1:
+            plan = {"0": ColwiseParallel(), "1": RowwiseParallel(), "2": ColwiseParallel()}
+            parallelize_module(model, layout.tensor, plan)
+        fully_shard(model, mesh=layout.data)
+        parameters = dict(model.named_parameters())
+        gatherer = Gatherer(parameters, layout, torch.float32, bucket_bytes=100)
+        assert len(gatherer.plan) > 2
+        for bucket in gatherer.buckets():
+            for name, tensor in bucket.items():
+                results[f"{slices}/{name}"] = tensor.clone(), parameters[name].detach().full_tensor()
+    return results
+
+
 def handout() -> list[int]:
     """Which of 60 prompts this rank took, where rank 1 is slow."""
     store = dist.PrefixStore("handout", dist.distributed_c10d._get_default_store())
@@ -162,6 +187,7 @@ def main() -> None:
     rank = dist.get_rank()
     torch.save(heads(), out / f"heads-{rank}.pt")
     torch.save(transport(), out / f"transport-{rank}.pt")
+    torch.save(gathered(), out / f"gathered-{rank}.pt")
     torch.save(handout(), out / f"handout-{rank}.pt")
     torch.save(missing(), out / f"missing-{rank}.pt")
 

@@ -218,6 +218,13 @@ def test_weights_are_compared_from_the_first_update_on_every_so_many(sharding, p
     assert "time/sync/verify" in sharding.metrics
 
 
+def test_rows_that_the_shards_do_not_divide_are_gathered_whole_on_every_rank(four_processes):
+    for results in four_processes["gathered"]:
+        assert len(results) == 12
+        for name, (ours, reference) in results.items():
+            assert torch.equal(ours, reference), name
+
+
 def test_what_is_offloaded_comes_back_unchanged_and_is_gone_meanwhile(sharding, prompts):
     actor = sharding.actor
     learn(sharding, rollout(sharding, prompts))  # so that the optimizer has a state
