@@ -349,6 +349,24 @@ def test_phase_returns_to_the_one_around_it(tmp_path):
         assert tracker._screen.phase == "evaluation"
 
 
+def test_a_rollout_shows_how_far_it_is_and_how_fast_until_its_phase_ends(tmp_path, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("trainer.tracking.time.monotonic", lambda: now[0])
+
+    def shown(tracker) -> str:
+        console = Console(record=True, force_terminal=True, width=100, file=io.StringIO())
+        console.print(tracker._screen)
+        return console.export_text()
+
+    with track(tmp_path, console=terminal()) as tracker:
+        with tracker.phase("rollout"):
+            assert "samples" not in shown(tracker)
+            now[0] += 4
+            tracker.progress(128, 512, 10_000)
+            assert "128/512 samples, 2,500 tokens/s" in shown(tracker)
+        assert "samples" not in shown(tracker)
+
+
 def test_sparkline():
     assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], 8) == "▁▂▃▄▅▆▇█"
     assert sparkline([0, 0, 7, 7], 2) == "▁█"
