@@ -4,6 +4,7 @@ import argparse
 import logging
 import os
 import sys
+import time
 from pathlib import Path
 
 import datasets
@@ -133,6 +134,8 @@ def main() -> None:
     except ConfigError as error:
         if int(os.environ.get("RANK", 0)) == 0:
             print(f"error: {error}", file=sys.stderr)
+        else:
+            time.sleep(10)  # torchrun ends all of them as soon as one has ended, which must be the one that speaks
         sys.exit(2)
 
 
