@@ -136,6 +136,8 @@ def main() -> None:
             print(f"error: {error}", file=sys.stderr)
         else:
             time.sleep(10)  # torchrun ends all of them as soon as one has ended, which must be the one that speaks
+        if dist.is_initialized():
+            dist.destroy_process_group()  # its threads may abort a process that ends around them
         sys.exit(2)
 
 
