@@ -23,7 +23,8 @@ from workers.engines.protocol import KV_CACHE, WEIGHTS, EngineFailure, Sampling
 from workers.parallel.policy import ModelConfig
 from workers.rollout import RolloutConfig, make_engine
 
-pytestmark = pytest.mark.sglang
+# Two engines that start at once on two slow cores import for minutes.
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
 
 SIZES = {"hidden": 64, "layers": 2, "heads": 4, "kv_heads": 2, "feed_forward": 96}
 PROMPTS = [[5, 6, 7], [9], [20, 30, 40, 50, 60, 70, 80], [5, 6], [100, 3, 100, 3]]
@@ -250,7 +251,7 @@ def probed(tmp_path_factory) -> Path:
     """What engine_probe.py saw on two processes: engines of one and of two, actors under FSDP and tensor-parallel."""
     folder = tmp_path_factory.mktemp("probe")
     make_model("qwen2", tied=True, vocab=120, seed=5, **SIZES).save_pretrained(folder / "model")
-    torchrun(2, "engine_probe.py", folder / "model", folder, "cpu", "float32", "1,2", "1-1,1-2", timeout=280)
+    torchrun(2, "engine_probe.py", folder / "model", folder, "cpu", "float32", "1,2", "1-1,1-2", timeout=560)
     return folder
 
 
@@ -285,7 +286,7 @@ def test_an_engine_that_dies_or_hangs_ends_every_rank_with_words_and_leaves_noth
     make_model("llama", tied=False, vocab=120, seed=5, **SIZES).save_pretrained(tmp_path / "model")
     log = tmp_path / "engine"
     probe = "engine_failure_probe.py"
-    ended = torchrun(2, probe, tmp_path / "model", log, harm, engine_size, timeout=280, check=False)
+    ended = torchrun(2, probe, tmp_path / "model", log, harm, engine_size, timeout=560, check=False)
     took = time.time() - float(re.search(r"HURT ([\d.]+)", ended.stdout)[1])
     assert ended.returncode != 0
     assert "finished without" not in ended.stdout
