@@ -18,7 +18,7 @@ SHAPES = {
 def make(shape: str, folder: Path, device: torch.device) -> str:
     """The folder of a Qwen2 of `shape` with random bfloat16 weights; written once, by the first rank of a machine."""
     path = folder / shape
-    if device.index in (None, 0) and not (path / "model.safetensors.index.json").exists():
+    if device.index in (None, 0) and not list(path.glob("*.safetensors")):
         hidden, layers, heads, kv_heads, feed_forward, vocabulary, tied = SHAPES[shape]
         config = transformers.Qwen2Config(
             hidden_size=hidden,

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.shapes import make
+from benchmarks.shapes import SHAPES, make
 from grpo.batch import jagged, make_batch
 from grpo.config import load, option
 from grpo.losses import AlgorithmConfig
@@ -131,7 +131,9 @@ def main() -> None:
     sharding = ShardingManager(actor, RolloutWorker(config, engine, engines, (), seed=0))
     prompts = None
     if dist.get_rank() == 0:
-        prompts = torch.randint(2, 1000, (16, 32), generator=torch.Generator().manual_seed(0))
+        prompts = torch.randint(
+            2, min(1000, SHAPES[settings.shape][5]), (16, 32), generator=torch.Generator().manual_seed(0)
+        )
         prompts = make_batch({"tokens": jagged(list(prompts))})
     with sharding.serving():
         engine.verify(sharding.weights())
@@ -146,7 +148,6 @@ def main() -> None:
         f"{settings.engine_tp}; engine started in {started:.1f} s; its weights are the actor's"
     )
     whole = sharding.gatherer.bytes
-    floor = None
     if device.type == "cuda" and dist.get_world_size() > 1:
         rate = gather_bandwidth(device)
         ranks = layout.shards * layout.slices
@@ -158,15 +159,17 @@ def main() -> None:
         console.print(f"{whole / 1e9:.2f} GB in {len(sharding.gatherer.plan)} bucket(s)")
     names = ("offload", "wake_weights", "update", "wake_kv", "release", "reload", "whole")
     table = Table("median of s", *names)
-    for release in ("none", "kv", "kv+weights", "all"):
-        sharding.release = release
+
+    def measure(label: str) -> None:
         cycle(sharding)
         runs = [cycle(sharding) for _ in range(settings.cycles)]
-        table.add_row(release, *(f"{statistics.median(run.get(name, 0.0) for run in runs):.4f}" for name in names))
+        table.add_row(label, *(f"{statistics.median(run.get(name, 0.0) for run in runs):.4f}" for name in names))
+
+    for release in ("none", "kv", "kv+weights", "all"):
+        sharding.release = release
+        measure(release)
     sharding.weights = lambda: naive_buckets(sharding)
-    cycle(sharding)
-    runs = [cycle(sharding) for _ in range(settings.cycles)]
-    table.add_row("all, naive", *(f"{statistics.median(run.get(name, 0.0) for run in runs):.4f}" for name in names))
+    measure("all, naive")
     del sharding.weights
     console.print(table)
     if settings.soak:
