@@ -15,6 +15,7 @@ import torch.distributed as dist
 from grpo.batch import jagged, lengths_of, make_batch, with_values
 from grpo.losses import AlgorithmConfig
 from workers.actor import ActorConfig, ActorWorker
+from workers.engines.protocol import Bucket
 from workers.parallel.mesh import Layout, join, make_layout, pick_device
 from workers.parallel.policy import ModelConfig
 from workers.rollout import RolloutConfig, RolloutWorker, make_engine
@@ -34,18 +35,14 @@ def rollout(sharding: ShardingManager, controls: bool) -> dict:
     if not controls:
         return {"samples": None, "sync": dict(sharding.metrics)}
     gaps = (ours["old_logprobs"].values() - samples["rollout_logprobs"].values())[samples["response_mask"].values()]
-    prompts_back = [row[~mask].tolist() for row, mask in zip(*_rows(samples, "tokens", "response_mask"), strict=True)]
+    rows = zip(samples["tokens"].unbind(), samples["response_mask"].unbind(), strict=True)
     return {
         "samples": samples,
         "gap": float(gaps.abs().mean()),
-        "prompts": prompts_back,
+        "prompts": [row[~mask].tolist() for row, mask in rows],
         "versions": samples["version"].unique().tolist(),
         "sync": dict(sharding.metrics),
     }
-
-
-def _rows(batch, *names: str):
-    return [batch[name].unbind() for name in names]
 
 
 def learn(sharding: ShardingManager, samples) -> None:
@@ -63,16 +60,15 @@ def two_rounds(model: ModelConfig, config: RolloutConfig, engine, engines: Layou
     actor = ActorWorker(model, ActorConfig(learning_rate=1e-3), AlgorithmConfig(), layout, TEMPERATURE, 10)
     sharding = ShardingManager(actor, RolloutWorker(config, engine, engines, (1,), seed=3))
     first = rollout(sharding, controls)
-    before = [(bucket.flat.clone(), bucket.shapes) for bucket in sharding.weights()]
+    before = [Bucket(bucket.flat.clone(), bucket.shapes) for bucket in sharding.weights()]
     learn(sharding, first["samples"])
     second = rollout(sharding, controls)
     # What the engine was given before the update is not what it holds now.
-    moved = [type(bucket)(flat, shapes) for bucket, (flat, shapes) in zip(sharding.weights(), before, strict=True)]
     said = ""
     engine.wake_weights()
     if engine.holds_weights:
         try:
-            engine.verify(iter(moved))
+            engine.verify(before)
         except RuntimeError as error:
             said = str(error)
     engine.sleep(())
