@@ -5,7 +5,6 @@
 a model is loaded, and what is wrong with the data is one sentence.
 """
 
-import difflib
 import importlib
 import importlib.util
 import random
@@ -22,7 +21,7 @@ import pyarrow
 from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 from transformers import PreTrainedTokenizerBase
 
-from grpo.config import ConfigError, choose, option
+from grpo.config import ConfigError, choose, nearest, option
 
 
 @dataclass
@@ -428,8 +427,8 @@ def _nearest_file(path: Path) -> str:
 
 
 def _nearest(name: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1)
-    return f" (did you mean {near[0]}?)" if near else ""
+    near = nearest(name, known)
+    return f" (did you mean {near}?)" if near else ""
 
 
 def _reason(error: Exception) -> str:
