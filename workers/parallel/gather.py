@@ -29,8 +29,9 @@ class _Cut:
 class Gatherer:
     """Buckets of whole weights in `dtype`, from `parameters` that lie on `layout` as the policy's do.
 
-    At most `bucket_bytes` a bucket, but for a larger parameter alone. While it runs there are at most two buckets in
-    memory beside the parameters: what the collective leaves, and what is handed out, which the next one overwrites.
+    A bucket holds at most `bucket_bytes`, or as much as the largest parameter where that is more. While it runs there
+    are at most two buckets in memory beside the parameters: what the collective leaves, and what is handed out. The
+    next bucket is on its way while the one before is being read.
     """
 
     def __init__(
@@ -43,9 +44,11 @@ class Gatherer:
         self.shapes = {name: parameter.shape for name, parameter in parameters.items()}
         self.plan: list[list[_Cut]] = [[]]
         size = 0
+        # The largest needs that much at any rate, and each bucket costs the engine a request.
+        bucket_bytes = max(bucket_bytes, *(shape.numel() * dtype.itemsize for shape in self.shapes.values()))
         for name, parameter in parameters.items():
             bytes_ = parameter.numel() * dtype.itemsize
-            if self.plan[-1] and size + bytes_ > bucket_bytes:
+            if size + bytes_ > bucket_bytes:
                 self.plan.append([])
                 size = 0
             self.plan[-1].append(self._cut(name, parameter))
@@ -68,14 +71,17 @@ class Gatherer:
         if self.ranks > 1:
             most = max(sum(cut.rows * cut.columns for cut in cuts) for cuts in self.plan)
             received = torch.empty(most * self.ranks, dtype=self.dtype, device=self.layout.device)
-        for cuts in self.plan:
+            arrival = self._gather(self.plan[0], received)
+        for cuts, following in zip(self.plan, [*self.plan[1:], None], strict=True):
             bucket = Bucket(flat[: sum(cut.shape.numel() for cut in cuts)], {cut.name: cut.shape for cut in cuts})
-            locals_ = [self._local(cut.name) for cut in cuts]
             whole = [tensor for _, tensor in bucket.items()]
             if received is None:
-                torch._foreach_copy_(whole, locals_)
+                torch._foreach_copy_(whole, [self._local(cut.name) for cut in cuts])
             else:
-                self._gather(cuts, locals_, received, whole)
+                arrival.wait()
+                self._put_together(cuts, received, whole)
+                if following:
+                    arrival = self._gather(following, received)
             yield bucket
 
     def _local(self, name: str) -> torch.Tensor:
@@ -84,18 +90,26 @@ class Gatherer:
         assert isinstance(parameter, DTensor), f"{name} is not sharded"
         return parameter.detach().to_local()
 
-    def _gather(
-        self, cuts: Sequence[_Cut], locals_: list[torch.Tensor], received: torch.Tensor, whole: list[torch.Tensor]
-    ) -> None:
-        sizes = [cut.rows * cut.columns for cut in cuts]
-        received = received[: sum(sizes) * self.ranks].view(self.ranks, -1)
-        mine = received[self.place]
-        pieces = [piece[: local.numel()] for piece, local in zip(mine.split(sizes), locals_, strict=True)]
-        torch._foreach_copy_(pieces, [local.reshape(-1) for local in locals_])
-        dist.all_gather_into_tensor(received.view(-1), mine, group=self.group)
+    def _gather(self, cuts: Sequence[_Cut], received: torch.Tensor) -> dist.Work:
+        """Begin to gather the pieces of one bucket, those of each rank in a row of `received`."""
+        rows = self._rows(cuts, received)
+        locals_ = [self._local(cut.name).reshape(-1) for cut in cuts]
+        pieces = rows[self.place].split([cut.rows * cut.columns for cut in cuts])
+        torch._foreach_copy_(
+            [piece[: local.numel()] for piece, local in zip(pieces, locals_, strict=True)], locals_
+        )
+        return dist.all_gather_into_tensor(rows.view(-1), rows[self.place], group=self.group, async_op=True)
+
+    def _rows(self, cuts: Sequence[_Cut], received: torch.Tensor) -> torch.Tensor:
+        size = sum(cut.rows * cut.columns for cut in cuts)
+        return received[: size * self.ranks].view(self.ranks, size)
+
+    def _put_together(self, cuts: Sequence[_Cut], received: torch.Tensor, whole: list[torch.Tensor]) -> None:
+        """Copy what was gathered to where it belongs in the tensors of `whole`."""
+        pieces = self._rows(cuts, received).split([cut.rows * cut.columns for cut in cuts], dim=1)
         sources, targets = [], []
         shards, slices = self.layout.shards, self.layout.slices
-        for cut, piece, target in zip(cuts, received.split(sizes, dim=1), whole, strict=True):
+        for cut, piece, target in zip(cuts, pieces, whole, strict=True):
             # [shard, slice, rows, columns]: shards are next to each other inside a slice of the tensor mesh.
             piece = piece.unflatten(0, (shards, slices)).unflatten(2, (cut.rows, cut.columns))
             if cut.tensor_dim is None:
