@@ -56,12 +56,11 @@ class AlgorithmConfig:
 
 
 def grpo_loss(
-    logprobs_T: torch.Tensor,
-    entropy_T: torch.Tensor,
-    mask_T: torch.Tensor,
-    advantages_T: torch.Tensor,
-    old_logprobs_T: torch.Tensor | None,
-    ref_logprobs_T: torch.Tensor | None,
+    logprobs_N: torch.Tensor,
+    entropy_N: torch.Tensor,
+    advantages_N: torch.Tensor,
+    old_logprobs_N: torch.Tensor | None,
+    ref_logprobs_N: torch.Tensor | None,
     config: AlgorithmConfig,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The clipped surrogate of PPO, summed over tokens, with KL and entropy terms (arXiv:2402.03300, equation 3).
@@ -69,32 +68,30 @@ def grpo_loss(
     loss = sum_t [ -min(r A, clip(r, 1 - low, 1 + high) A) + kl_coefficient k3 - entropy_coefficient H ]
 
     with the ratio r = exp(logp - old_logp) and k3 = exp(ref - logp) - (ref - logp) - 1
-    (http://joschu.net/blog/kl-approx.html). All tensors are [T] float32 but mask_T [T] bool. Without old
+    (http://joschu.net/blog/kl-approx.html). All tensors are [N] float32, one entry a response token. Without old
     log-probabilities the samples are on-policy: the ratio is 1 in value and carries the gradient all the same.
     Returns the sum and a dict of detached sums over tokens (and, for ratio/max, a maximum).
     """
-    logp = logprobs_T[mask_T]
-    old = logp.detach() if old_logprobs_T is None else old_logprobs_T[mask_T]
-    advantages, entropy = advantages_T[mask_T], entropy_T[mask_T]
-    ratio = (logp - old).exp()
+    old = logprobs_N.detach() if old_logprobs_N is None else old_logprobs_N
+    ratio = (logprobs_N - old).exp()
     clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
-    loss = -torch.minimum(ratio * advantages, clipped * advantages).sum()
+    loss = -torch.minimum(ratio * advantages_N, clipped * advantages_N).sum()
     sums = {
-        "entropy": entropy.detach().sum(),
-        "clip/low": ((ratio < 1 - config.clip_low) & (advantages < 0)).sum(),
-        "clip/high": ((ratio > 1 + config.clip_high) & (advantages > 0)).sum(),
+        "entropy": entropy_N.detach().sum(),
+        "clip/low": ((ratio < 1 - config.clip_low) & (advantages_N < 0)).sum(),
+        "clip/high": ((ratio > 1 + config.clip_high) & (advantages_N > 0)).sum(),
         "ratio/max": ratio.detach().max() if len(ratio) else ratio.new_zeros(()),
     }
-    if ref_logprobs_T is not None:
-        log_ratio = ref_logprobs_T[mask_T] - logp
+    if ref_logprobs_N is not None:
+        log_ratio = ref_logprobs_N - logprobs_N
         kl = log_ratio.expm1() - log_ratio  # expm1 keeps the digits of a small difference
         sums["kl"] = kl.detach().sum()
         loss = loss + config.kl_coefficient * kl.sum()
     if config.entropy_coefficient:
-        loss = loss - config.entropy_coefficient * entropy.sum()
+        loss = loss - config.entropy_coefficient * entropy_N.sum()
     return loss, sums
 
 
-def imitation_loss(logprobs_T: torch.Tensor, mask_T: torch.Tensor) -> torch.Tensor:
-    """The negative log-likelihood of the masked tokens, summed: what supervised training minimises."""
-    return -logprobs_T[mask_T].sum()
+def imitation_loss(logprobs_N: torch.Tensor) -> torch.Tensor:
+    """The negative log-likelihood of the response tokens, summed: what supervised training minimises."""
+    return -logprobs_N.sum()

@@ -18,6 +18,7 @@ from workers.parallel.policy import ModelConfig, Policy, load_policy
 
 SCHEDULES = ("constant", "linear", "cosine")
 OFFLOADS = ("optimizer", "parameters")
+RECOMPUTES = ("none", "selective", "full")
 
 
 @dataclass
@@ -32,6 +33,17 @@ class ActorConfig:
     schedule: str = option("constant", "Learning rate after the warm-up: constant, linear or cosine.")
     final_learning_rate: float = option(0.0, "Where the linear and cosine schedules end, as a share of the highest.")
     max_grad_norm: float = option(1.0, "Longest gradient; a longer one is scaled down to it.")
+    compile: bool | None = option(
+        None, "Compile each layer and the head with torch.compile; where it is not said, on CUDA alone."
+    )
+    recompute: str = option(
+        "none",
+        "Layers that are computed again in the backward pass instead of keeping their activations: none, selective "
+        "(every other) or full.",
+    )
+    reshard: bool = option(
+        True, "Free a layer's gathered weights after each use; false keeps them until the update is done."
+    )
     offload: list[str] = option(
         [],
         "What waits in the host's memory while the engine serves: optimizer, parameters. Gradients are freed always.",
@@ -40,6 +52,7 @@ class ActorConfig:
     def check(self) -> None:
         """Raise ConfigError for the first value that cannot work."""
         choose(self.schedule, SCHEDULES, "actor.schedule")
+        choose(self.recompute, RECOMPUTES, "actor.recompute")
         for what in self.offload:
             choose(what, OFFLOADS, "actor.offload")
         for name in ("tensor_parallel", "replicate", "max_tokens_per_microbatch", "learning_rate", "max_grad_norm"):
@@ -48,27 +61,31 @@ class ActorConfig:
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ConfigError(f"actor.betas={self.betas} must be two numbers of at least 0 and below 1.")
 
+    def fuses(self, device: torch.device) -> bool:
+        """Whether layers are compiled for `device`."""
+        return device.type == "cuda" if self.compile is None else self.compile
+
 
 @dataclass
 class MicroBatch:
-    """Samples side by side without padding, on the device: every field is [T]."""
+    """Samples side by side without padding, on the device: T tokens, N of them in responses."""
 
     rows: list[int]
     lengths: list[int]
-    fields: dict[str, torch.Tensor]
+    tokens: torch.Tensor  # [T] int64
+    wanted: torch.Tensor  # [N] int64, where in T the response tokens stand
+    fields: dict[str, torch.Tensor]  # [N], of the response tokens
 
-    def __getitem__(self, name: str) -> torch.Tensor:
-        return self.fields[name]
-
-    def get(self, name: str) -> torch.Tensor | None:
-        return self.fields.get(name)
+    def get(self, name: str, here: slice) -> torch.Tensor | None:
+        """The field `name` of the response tokens `here`, where the batch has it."""
+        return self.fields[name][here] if name in self.fields else None
 
 
 def microbatches(batch: TensorDict, max_tokens: int, layout: Layout) -> Iterator[MicroBatch]:
     """Cut this part's rows into packed micro-batches, as many on every part of `layout`.
 
     FSDP's collectives need every rank to make the same number of passes. A rank with fewer samples than passes
-    repeats its first one with an empty mask, which adds nothing to any sum.
+    repeats its first one without response tokens, which adds nothing to any sum.
     """
     lengths = lengths_of(batch["tokens"])
     plan = pack(lengths, max_tokens)
@@ -79,10 +96,14 @@ def microbatches(batch: TensorDict, max_tokens: int, layout: Layout) -> Iterator
     columns = {name: field.unbind() for name, field in batch.items() if field.is_nested}
     for rows in plan:
         used = rows or [0]
-        fields = {name: torch.cat([column[row] for row in used]).to(layout.device) for name, column in columns.items()}
-        if not rows:
-            fields["response_mask"] = torch.zeros_like(fields["response_mask"])
-        yield MicroBatch(rows, [lengths[row] for row in used], fields)
+        packed = {name: torch.cat([column[row] for row in used]) for name, column in columns.items()}
+        tokens, mask = packed.pop("tokens"), packed.pop("response_mask")
+        # Counted here, on the host: counting on the device would make it wait.
+        wanted = mask.nonzero()[:, 0] if rows else mask.new_zeros(0, dtype=torch.int64)
+        fields = {name: field[wanted].to(layout.device) for name, field in packed.items()}
+        yield MicroBatch(
+            rows, [lengths[row] for row in used], tokens.to(layout.device), wanted.to(layout.device), fields
+        )
 
 
 def learning_rate(config: ActorConfig, update: int, total_updates: int) -> float:
@@ -141,7 +162,9 @@ class ActorWorker(Worker):
         super().__init__(layout)
         self.config, self.algorithm, self.temperature = config, algorithm, temperature
         self.total_updates = total_updates
-        self.policy = load_policy(model, layout)
+        self.policy = load_policy(
+            model, layout, fuse=config.fuses(layout.device), recompute=config.recompute, reshard=config.reshard
+        )
         self.parameters = list(self.policy.parameters())
         self.optimizer = torch.optim.AdamW(
             self.parameters,
@@ -202,13 +225,13 @@ class ActorWorker(Worker):
     def update_minibatch(self, batch: TensorDict) -> dict[str, float]:
         """One optimizer update with the GRPO loss of a minibatch; its metrics, the same on every rank."""
 
-        def loss(micro: MicroBatch, logprobs: torch.Tensor, entropy: torch.Tensor):
-            mask, old = micro["response_mask"], micro.get("old_logprobs")
+        def loss(micro: MicroBatch, logprobs: torch.Tensor, entropy: torch.Tensor, here: slice):
+            old = micro.get("old_logprobs", here)
             total, sums = grpo_loss(
-                logprobs, entropy, mask, micro["advantages"], old, micro.get("ref_logprobs"), self.algorithm
+                logprobs, entropy, micro.get("advantages", here), old, micro.get("ref_logprobs", here), self.algorithm
             )
-            ours = (logprobs.detach() if old is None else old)[mask]
-            gap = micro["rollout_logprobs"][mask] - ours
+            ours = logprobs.detach() if old is None else old
+            gap = micro.get("rollout_logprobs", here) - ours
             # Over samples of the rollout policy the mean of the gap itself estimates KL(rollout || trainer).
             sums |= {"rollout/logprob_gap": gap.abs().sum(), "rollout/kl": gap.sum()}
             sums["rollout/logprob_gap_max"] = gap.abs().max() if len(gap) else gap.new_zeros(())
@@ -227,7 +250,7 @@ class ActorWorker(Worker):
     @dispatched("tokens", "response_mask")
     def imitate(self, batch: TensorDict) -> dict[str, float]:
         """One optimizer update towards the masked tokens of a batch (supervised training); its metrics."""
-        return self._step(batch, lambda micro, logp, entropy: (imitation_loss(logp, micro["response_mask"]), {}))
+        return self._step(batch, lambda micro, logp, entropy, here: (imitation_loss(logp), {}))
 
     def _step(self, batch: TensorDict, loss: Callable) -> dict[str, float]:
         tokens = batch["response_mask"].values().sum().double()
@@ -237,14 +260,20 @@ class ActorWorker(Worker):
         sums: dict[str, torch.Tensor] = {}
         micros = list(microbatches(batch, self.config.max_tokens_per_microbatch, self.layout))
         for i, micro in enumerate(micros):
-            self.policy.set_requires_gradient_sync(i == len(micros) - 1)
-            logprobs, entropy = self.policy(micro["tokens"], micro.lengths, micro["response_mask"], self.temperature)
-            total, parts = loss(micro, logprobs, entropy)
+            last = i == len(micros) - 1
+            self.policy.set_requires_gradient_sync(last)
+            self.policy.set_reshard_after_backward(last or self.config.reshard)
+
+            def part(logprobs: torch.Tensor, entropy: torch.Tensor, here: slice, micro: MicroBatch = micro):
+                total, parts = loss(micro, logprobs, entropy, here)
+                for name, value in {**parts, "loss": total.detach()}.items():
+                    merge = torch.maximum if name.endswith("max") else torch.add
+                    sums[name] = merge(sums[name], value) if name in sums else value
+                return total
+
+            total = self.policy(micro.tokens, micro.lengths, micro.wanted, self.temperature, loss=part)
             # FSDP averages gradients over the parts; the denominator is global, so their sum is wanted.
             (total * (self.layout.parts / float(tokens))).backward()
-            for name, value in {**parts, "loss": total.detach()}.items():
-                merge = torch.maximum if name.endswith("max") else torch.add
-                sums[name] = merge(sums[name], value) if name in sums else value
         norm = clip_gradients(self.parameters, self.config.max_grad_norm, self.layout)
         rate = learning_rate(self.config, self.updates, self.total_updates)
         for group in self.optimizer.param_groups:
@@ -274,14 +303,15 @@ def compute_logprobs(policy: Policy, batch: TensorDict, name: str, max_tokens: i
     rows: dict[int, torch.Tensor] = {}
     with torch.no_grad():
         for micro in microbatches(batch, max_tokens, policy.layout):
-            logprobs, _ = policy(micro["tokens"], micro.lengths, micro["response_mask"], temperature)
-            pieces = logprobs.cpu().split(micro.lengths)
-            rows.update(zip(micro.rows, pieces, strict=False))
-    # Without a backward pass the root's parameters would stay gathered, in the compute type, where others read them.
-    policy.reshard()
+            logprobs, _ = policy(micro.tokens, micro.lengths, micro.wanted, temperature, entropy=False)
+            everywhere = torch.zeros(len(micro.tokens)).index_copy(0, micro.wanted.cpu(), logprobs.cpu())
+            rows.update(zip(micro.rows, everywhere.split(micro.lengths), strict=False))
+    # Without a backward pass parameters would stay gathered, in the compute type, where others read them.
+    policy.reshard_all()
     return make_batch({name: jagged([rows[i] for i in range(len(batch))])})
 
 
+@torch.no_grad()
 def clip_gradients(parameters: list[torch.nn.Parameter], longest: float, layout: Layout) -> torch.Tensor:
     """Scale the gradients down to the norm `longest` where they are longer; returns their norm before, a scalar.
 

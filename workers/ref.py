@@ -2,7 +2,7 @@
 
 from tensordict import TensorDict
 
-from workers.actor import compute_logprobs
+from workers.actor import ActorConfig, compute_logprobs
 from workers.dispatch import Worker, dispatched
 from workers.parallel.mesh import Layout
 from workers.parallel.policy import ModelConfig, load_policy
@@ -11,10 +11,10 @@ from workers.parallel.policy import ModelConfig, load_policy
 class RefWorker(Worker):
     """The reference policy, laid out as the actor is, in its compute type and without gradients."""
 
-    def __init__(self, model: ModelConfig, max_tokens: int, layout: Layout, temperature: float) -> None:
+    def __init__(self, model: ModelConfig, config: ActorConfig, layout: Layout, temperature: float) -> None:
         super().__init__(layout)
-        self.policy = load_policy(model, layout, trains=False)
-        self.max_tokens, self.temperature = max_tokens, temperature
+        self.policy = load_policy(model, layout, trains=False, fuse=config.fuses(layout.device), reshard=config.reshard)
+        self.max_tokens, self.temperature = config.max_tokens_per_microbatch, temperature
 
     @dispatched("tokens", "response_mask")
     def compute_logprobs(self, batch: TensorDict) -> TensorDict:

@@ -23,29 +23,26 @@ def problem(seed=0, count=60):
     advantages = torch.randn(count, generator=random)
     advantages[::7] = 0
     return {
-        "logprobs_T": logprobs.requires_grad_(),
-        "entropy_T": (2 * torch.rand(count, generator=random)).requires_grad_(),
-        "mask_T": torch.rand(count, generator=random) < 0.7,
-        "advantages_T": advantages,
-        "old_logprobs_T": logprobs.detach() + 0.3 * torch.randn(count, generator=random),
-        "ref_logprobs_T": logprobs.detach() + 0.5 * torch.randn(count, generator=random),
+        "logprobs_N": logprobs.requires_grad_(),
+        "entropy_N": (2 * torch.rand(count, generator=random)).requires_grad_(),
+        "advantages_N": advantages,
+        "old_logprobs_N": logprobs.detach() + 0.3 * torch.randn(count, generator=random),
+        "ref_logprobs_N": logprobs.detach() + 0.5 * torch.randn(count, generator=random),
     }
 
 
 def by_hand(given, config):
     """The formula token by token on float64 leaves: (loss, logprobs, entropy, counts)."""
-    logprobs = given["logprobs_T"].detach().double().requires_grad_()
-    entropy = given["entropy_T"].detach().double().requires_grad_()
+    logprobs = given["logprobs_N"].detach().double().requires_grad_()
+    entropy = given["entropy_N"].detach().double().requires_grad_()
     loss = torch.zeros((), dtype=torch.float64)
     sums = dict.fromkeys(("entropy", "clip/low", "clip/high", "kl", "ratio/max"), 0.0)
     for t in range(len(logprobs)):
-        if not given["mask_T"][t]:
-            continue
-        advantage = float(given["advantages_T"][t])
-        if given["old_logprobs_T"] is None:
+        advantage = float(given["advantages_N"][t])
+        if given["old_logprobs_N"] is None:
             ratio = torch.exp(logprobs[t] - logprobs[t].item())
         else:
-            ratio = torch.exp(logprobs[t] - float(given["old_logprobs_T"][t]))
+            ratio = torch.exp(logprobs[t] - float(given["old_logprobs_N"][t]))
         sums["ratio/max"] = max(sums["ratio/max"], ratio.item())
         if ratio.item() < 1 - config.clip_low:
             clipped = (1 - config.clip_low) * advantage
@@ -57,8 +54,8 @@ def by_hand(given, config):
             clipped = ratio * advantage
         unclipped = ratio * advantage
         loss = loss - (unclipped if unclipped <= clipped else clipped)
-        if given["ref_logprobs_T"] is not None:
-            gap = float(given["ref_logprobs_T"][t]) - logprobs[t]
+        if given["ref_logprobs_N"] is not None:
+            gap = float(given["ref_logprobs_N"][t]) - logprobs[t]
             k3 = torch.exp(gap) - gap - 1
             sums["kl"] += k3.item()
             loss = loss + config.kl_coefficient * k3
@@ -68,7 +65,7 @@ def by_hand(given, config):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("absent", [(), ("old_logprobs_T",), ("ref_logprobs_T",), ("old_logprobs_T", "ref_logprobs_T")])
+@pytest.mark.parametrize("absent", [(), ("old_logprobs_N",), ("ref_logprobs_N",), ("old_logprobs_N", "ref_logprobs_N")])
 def test_loss_and_gradients_follow_the_formula(name, absent):
     given, config = problem() | dict.fromkeys(absent), CONFIGS[name]
     loss, sums = grpo_loss(**given, config=config)
@@ -76,16 +73,16 @@ def test_loss_and_gradients_follow_the_formula(name, absent):
     torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-5)
     loss.backward()
     expected.backward()
-    torch.testing.assert_close(given["logprobs_T"].grad.double(), logprobs.grad, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(given["logprobs_N"].grad.double(), logprobs.grad, rtol=1e-5, atol=1e-6)
     if config.entropy_coefficient:
-        torch.testing.assert_close(given["entropy_T"].grad.double(), entropy.grad, rtol=1e-6, atol=0)
-    assert ("kl" in sums) == ("ref_logprobs_T" not in absent)
+        torch.testing.assert_close(given["entropy_N"].grad.double(), entropy.grad, rtol=1e-6, atol=0)
+    assert ("kl" in sums) == ("ref_logprobs_N" not in absent)
     for key, value in sums.items():
         assert float(value) == pytest.approx(expected_sums[key], rel=1e-5), key
         assert not value.requires_grad
     if not absent:
-        assert 0 < sums["clip/low"] < given["mask_T"].sum()
-        assert 0 < sums["clip/high"] < given["mask_T"].sum()
+        assert 0 < sums["clip/low"] < 60
+        assert 0 < sums["clip/high"] < 60
 
 
 @pytest.mark.parametrize(
@@ -101,9 +98,7 @@ def test_loss_and_gradients_follow_the_formula(name, absent):
 )
 def test_each_side_is_clipped_at_its_own_bound(ratio, advantage, loss, gradient, clips):
     logprob = torch.tensor([ratio]).log().requires_grad_()
-    total, sums = grpo_loss(
-        logprob, torch.zeros(1), torch.tensor([True]), torch.tensor([advantage]), torch.zeros(1), None, CONFIGS["plain"]
-    )
+    total, sums = grpo_loss(logprob, torch.zeros(1), torch.tensor([advantage]), torch.zeros(1), None, CONFIGS["plain"])
     total.backward()
     assert total.item() == pytest.approx(loss)
     assert logprob.grad.item() == pytest.approx(gradient)
@@ -111,39 +106,39 @@ def test_each_side_is_clipped_at_its_own_bound(ratio, advantage, loss, gradient,
 
 
 def test_on_policy_the_gradient_is_minus_the_advantage():
-    given = problem() | {"old_logprobs_T": None, "ref_logprobs_T": None}
+    given = problem() | {"old_logprobs_N": None, "ref_logprobs_N": None}
     loss, sums = grpo_loss(**given, config=CONFIGS["plain"])
     loss.backward()
-    assert torch.equal(given["logprobs_T"].grad, -given["advantages_T"] * given["mask_T"])
+    assert torch.equal(given["logprobs_N"].grad, -given["advantages_N"])
     assert sums["ratio/max"] == 1
     assert sums["clip/low"] == sums["clip/high"] == 0
 
 
 @pytest.mark.parametrize("old", [True, False])
 def test_advantages_of_zero_teach_nothing(old):
-    given = problem() | {"ref_logprobs_T": None, "advantages_T": torch.zeros(60)}
+    given = problem() | {"ref_logprobs_N": None, "advantages_N": torch.zeros(60)}
     if not old:
-        given["old_logprobs_T"] = None
+        given["old_logprobs_N"] = None
     loss, _ = grpo_loss(**given, config=CONFIGS["plain"])
     loss.backward()
     assert loss == 0
-    assert given["logprobs_T"].grad.tolist() == [0.0] * 60
+    assert given["logprobs_N"].grad.tolist() == [0.0] * 60
 
 
 def test_at_the_reference_the_kl_term_and_its_gradient_are_zero():
-    given = problem() | {"advantages_T": torch.zeros(60)}
-    given["ref_logprobs_T"] = given["logprobs_T"].detach().clone()
+    given = problem() | {"advantages_N": torch.zeros(60)}
+    given["ref_logprobs_N"] = given["logprobs_N"].detach().clone()
     loss, sums = grpo_loss(**given, config=CONFIGS["kl"])
     loss.backward()
     assert loss == sums["kl"] == 0
-    assert given["logprobs_T"].grad.abs().max() == 0
+    assert given["logprobs_N"].grad.abs().max() == 0
 
 
 def test_a_small_kl_keeps_its_digits():
     # exp(x) - x - 1 in float32 is 0 or 6e-8 here.
     given = problem()
-    given["ref_logprobs_T"] = given["logprobs_T"].detach() + 1e-3
-    gaps = (given["ref_logprobs_T"].double() - given["logprobs_T"].detach().double())[given["mask_T"]]
+    given["ref_logprobs_N"] = given["logprobs_N"].detach() + 1e-3
+    gaps = given["ref_logprobs_N"].double() - given["logprobs_N"].detach().double()
     _, sums = grpo_loss(**given, config=CONFIGS["kl"])
     assert sums["kl"].item() == pytest.approx((gaps.exp() - gaps - 1).sum().item(), rel=1e-3)
 
@@ -153,8 +148,8 @@ def test_micro_batches_sum_to_the_whole(name):
     given = problem()
     whole, sums = grpo_loss(**given, config=CONFIGS[name])
     whole.backward()
-    expected = given["logprobs_T"].grad.clone()
-    given["logprobs_T"].grad = None
+    expected = given["logprobs_N"].grad.clone()
+    given["logprobs_N"].grad = None
     total, parts = 0.0, []
     for piece in ([0, 5], [5, 6], [6, 41], [41, 60]):
         loss, part = grpo_loss(**{key: value[slice(*piece)] for key, value in given.items()}, config=CONFIGS[name])
@@ -162,38 +157,25 @@ def test_micro_batches_sum_to_the_whole(name):
         total += loss.item()
         parts.append(part)
     assert total == pytest.approx(whole.item(), rel=1e-5)
-    torch.testing.assert_close(given["logprobs_T"].grad, expected)
+    torch.testing.assert_close(given["logprobs_N"].grad, expected)
     for key, value in sums.items():
         merge = max if key.endswith("max") else sum
         assert merge(float(part[key]) for part in parts) == pytest.approx(float(value), rel=1e-5), key
 
 
-def test_what_lies_outside_the_mask_is_not_seen():
-    given = problem()
-    loss, _ = grpo_loss(**given, config=CONFIGS["both"])
-    outside = {
-        key: value if key == "mask_T" else torch.where(given["mask_T"], value.detach(), torch.nan)
-        for key, value in given.items()
-    }
-    assert torch.equal(grpo_loss(**outside, config=CONFIGS["both"])[0], loss)
-
-
-def test_an_empty_mask_adds_zero_and_a_zero_gradient():
-    given = problem() | {"mask_T": torch.zeros(60, dtype=torch.bool)}
+def test_no_tokens_add_zero():
+    given = {key: value[:0] for key, value in problem().items()}
     loss, sums = grpo_loss(**given, config=CONFIGS["both"])
-    loss.backward()
     assert loss == 0
     assert {float(value) for value in sums.values()} == {0.0}
-    assert given["logprobs_T"].grad.tolist() == [0.0] * 60
 
 
-def test_imitation_is_the_negative_log_likelihood_of_the_masked_tokens():
-    given = problem()
-    loss = imitation_loss(given["logprobs_T"], given["mask_T"])
+def test_imitation_is_the_negative_log_likelihood():
+    logprobs = problem()["logprobs_N"]
+    loss = imitation_loss(logprobs)
     loss.backward()
-    kept = [p for p, m in zip(given["logprobs_T"].tolist(), given["mask_T"].tolist(), strict=True) if m]
-    assert loss.item() == pytest.approx(-sum(kept))
-    assert torch.equal(given["logprobs_T"].grad, -given["mask_T"].float())
+    assert loss.item() == pytest.approx(-sum(logprobs.tolist()))
+    assert torch.equal(logprobs.grad, -torch.ones(60))
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from grpo.batch import jagged, make_batch, select
 from workers.dispatch import Worker, dispatched
 from workers.parallel.gather import Gatherer
-from workers.parallel.logprobs import head_logprobs
+from workers.parallel.logprobs import Head, head_logprobs, head_loss
 from workers.parallel.mesh import join, make_layout, pick_device
 from workers.rollout import Handout
 
@@ -92,7 +92,36 @@ class Echo(Worker):
         return batch
 
 
-def heads() -> dict[int, dict[str, torch.Tensor]]:
+def plain_head(given: dict, temperature: float, rows: slice = slice(None), **settings) -> dict[str, torch.Tensor]:
+    """What head_logprobs answers with `rows` of the head, and the gradients of a weighted sum of its answers."""
+    hidden, weight = given["hidden"].clone().requires_grad_(), given["weight"][rows].clone().requires_grad_()
+    head = Head(weight, given["targets"], temperature, rows.start or 0, **settings)
+    logprobs, entropy = head_logprobs(hidden, head)
+    (logprobs @ given["of_logprobs"] + entropy @ given["of_entropy"]).backward()
+    return {"logprobs": logprobs.detach(), "entropy": entropy.detach(), "hidden": hidden.grad, "weight": weight.grad}
+
+
+def head_with_loss_inside(
+    given: dict, temperature: float, rows: slice = slice(None), **settings
+) -> dict[str, torch.Tensor]:
+    """The same of head_loss, whose sum is scaled as a trainer does."""
+    hidden, weight = given["hidden"].clone().requires_grad_(), given["weight"][rows].clone().requires_grad_()
+    head = Head(weight, given["targets"], temperature, rows.start or 0, **settings)
+    seen = []
+
+    def loss(logprobs: torch.Tensor, entropy: torch.Tensor, here: slice) -> torch.Tensor:
+        seen.append((logprobs.detach(), entropy.detach()))
+        return logprobs @ given["of_logprobs"][here] + entropy @ given["of_entropy"][here]
+
+    total = head_loss(hidden, head, loss)
+    (total * 3).backward()
+    logprobs, entropy = (torch.cat(parts) for parts in zip(*seen, strict=True))
+    expected = logprobs @ given["of_logprobs"] + entropy @ given["of_entropy"]
+    torch.testing.assert_close(total.detach(), expected, rtol=1e-5, atol=1e-5)
+    return {"logprobs": logprobs, "entropy": entropy, "hidden": hidden.grad / 3, "weight": weight.grad / 3}
+
+
+def heads() -> dict[tuple[int, str], dict[str, torch.Tensor]]:
     """The head cut over 2 and over 4 processes: results of this rank, its gradients, and where its slice begins."""
     results = {}
     for size in (2, 4):
@@ -100,17 +129,9 @@ def heads() -> dict[int, dict[str, torch.Tensor]]:
         group, place = groups[dist.get_rank() // size], dist.get_rank() % size
         given = head_problem()
         count = len(given["weight"]) // size
-        hidden = given["hidden"].requires_grad_()
-        weight = given["weight"][place * count : (place + 1) * count].clone().requires_grad_()
-        logprobs, entropy = head_logprobs(hidden, weight, given["targets"], 0.7, place * count, group, chunk=8)
-        (logprobs @ given["of_logprobs"] + entropy @ given["of_entropy"]).backward()
-        results[size] = {
-            "logprobs": logprobs.detach(),
-            "entropy": entropy.detach(),
-            "hidden": hidden.grad,
-            "weight": weight.grad,
-            "first": place * count,
-        }
+        rows = slice(place * count, (place + 1) * count)
+        for name, way in (("plain", plain_head), ("loss inside", head_with_loss_inside)):
+            results[size, name] = way(given, 0.7, rows, group=group, chunk=8) | {"first": rows.start}
     return results
 
 

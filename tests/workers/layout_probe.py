@@ -57,7 +57,7 @@ def step(kind: str, models: Path, layout: Layout) -> dict[str, torch.Tensor]:
     actor = ActorWorker(model, config, algorithm, layout, TEMPERATURE, 10)
     # With Adam's usual epsilon the rounding of a gradient near 0 decides the sign of a whole step.
     actor.optimizer.param_groups[0]["eps"] = 1e-3
-    reference = RefWorker(start, 128, layout, TEMPERATURE)
+    reference = RefWorker(start, config, layout, TEMPERATURE)
     batch, noise = ragged_batch()
     batch = batch if controls else None
     logprobs = actor.compute_logprobs(batch)

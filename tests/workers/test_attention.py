@@ -26,55 +26,53 @@ def sequences():
 def logprobs_of(policy, sequences):
     """log-probabilities and entropies of every token but the first, one tensor a sequence."""
     lengths = [len(tokens) for tokens in sequences]
-    mask = torch.cat([torch.arange(length) > 0 for length in lengths])
+    wanted = torch.cat([torch.arange(length) > 0 for length in lengths]).nonzero()[:, 0]
     with torch.no_grad():
-        logprobs, entropy = policy(torch.cat(sequences), lengths, mask, TEMPERATURE)
-    return list(torch.stack([logprobs, entropy]).split(lengths, dim=1))
+        answers = torch.stack(policy(torch.cat(sequences), lengths, wanted, TEMPERATURE))
+    return list(torch.zeros(2, sum(lengths)).index_copy(1, wanted, answers).split(lengths, dim=1))
 
 
 def attention_by_hand(query, key, value, scaling):
-    """Causal attention of one sequence in loops: [heads, T, d] and [KV heads, T, d] in, [T, heads, d] out."""
-    heads, length, size = query.shape
+    """Causal attention of one sequence in loops: [T, heads, d] and [T, KV heads, d] in, [T, heads, d] out."""
+    length, heads, size = query.shape
     out = torch.zeros(length, heads, size, dtype=torch.float64)
     for head in range(heads):
-        shared = head * len(key) // heads
+        shared = head * key.shape[1] // heads
         for t in range(length):
-            scores = [math.exp(scaling * float(query[head, t] @ key[shared, s])) for s in range(t + 1)]
+            scores = [math.exp(scaling * float(query[t, head] @ key[s, shared])) for s in range(t + 1)]
             for s in range(t + 1):
-                out[t, head] += scores[s] / sum(scores) * value[shared, s]
+                out[t, head] += scores[s] / sum(scores) * value[s, shared]
     return out
 
 
 def projections(heads, kv_heads, size=6):
     random = torch.Generator().manual_seed(1)
     total = sum(LENGTHS)
-    shapes = [(1, count, total, size) for count in (heads, kv_heads, kv_heads)]
+    shapes = [(total, count, size) for count in (heads, kv_heads, kv_heads)]
     return [torch.randn(shape, generator=random, dtype=torch.float64).requires_grad_() for shape in shapes]
 
 
 def attend(query, key, value, scaling=0.3):
     packing = Packing.of(LENGTHS, torch.device("cpu"))
-    out, weights = packed_attention(torch.nn.Module(), query, key, value, None, scaling=scaling, packing=packing)
-    assert weights is None
-    return out
+    return packed_attention(query, key, value, scaling, packing)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (4, 4), (4, 2), (6, 1)])
 def test_attention_is_causal_within_each_sequence_and_shares_grouped_keys(heads, kv_heads):
     query, key, value = projections(heads, kv_heads)
     out = attend(query, key, value)
-    assert out.shape == (1, sum(LENGTHS), heads, 6)
-    pieces = zip(*(x.detach()[0].split(LENGTHS, dim=1) for x in (query, key, value)), strict=True)
+    assert out.shape == (sum(LENGTHS), heads, 6)
+    pieces = zip(*(x.detach().split(LENGTHS) for x in (query, key, value)), strict=True)
     expected = torch.cat([attention_by_hand(*piece, 0.3) for piece in pieces])
-    torch.testing.assert_close(out.detach()[0], expected, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(out.detach(), expected, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("which", range(len(LENGTHS)))
 def test_no_gradient_crosses_a_border(which):
     given = projections(4, 2)
-    attend(*given)[0].split(LENGTHS)[which].square().sum().backward()
+    attend(*given).split(LENGTHS)[which].square().sum().backward()
     for x in given:
-        for i, piece in enumerate(x.grad[0].split(LENGTHS, dim=1)):
+        for i, piece in enumerate(x.grad.split(LENGTHS)):
             assert bool(piece.any()) == (i == which) or (LENGTHS[which] == 1 and i == which)
 
 
@@ -123,11 +121,11 @@ def test_a_later_token_does_not_change_an_earlier_one(policy, sequences):
     assert (after[2][:, 9:] - before[2][:, 9:]).abs().min() > 0
 
 
-def test_the_mask_chooses_where_answers_are_given(policy, sequences):
+def test_answers_are_given_where_they_are_wanted(policy, sequences):
     full = torch.cat(logprobs_of(policy, sequences), dim=1)
     random = torch.Generator().manual_seed(2)
     for mask in (torch.rand(sum(LENGTHS), generator=random) < 0.4, torch.zeros(sum(LENGTHS), dtype=torch.bool)):
         mask[Packing.of(LENGTHS, mask.device).starts[:-1].long()] = False
         with torch.no_grad():
-            masked = torch.stack(policy(torch.cat(sequences), LENGTHS, mask, TEMPERATURE))
-        torch.testing.assert_close(masked, full * mask, rtol=1e-6, atol=1e-6)
+            answers = torch.stack(policy(torch.cat(sequences), LENGTHS, mask.nonzero()[:, 0], TEMPERATURE))
+        torch.testing.assert_close(answers, full[:, mask], rtol=1e-6, atol=1e-6)

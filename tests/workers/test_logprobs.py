@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.workers.collective_probe import head_problem
-from workers.parallel.logprobs import head_logprobs
+from tests.workers.collective_probe import head_problem, head_with_loss_inside, plain_head
+from workers.parallel.logprobs import Head, head_logprobs
 
 
 def full_softmax(given, temperature):
@@ -19,12 +19,7 @@ def full_softmax(given, temperature):
     return {"logprobs": logprobs.detach(), "entropy": entropy.detach(), "hidden": hidden.grad, "weight": weight.grad}
 
 
-def ours(given, temperature, **settings):
-    hidden = given["hidden"].clone().requires_grad_()
-    weight = given["weight"].clone().requires_grad_()
-    logprobs, entropy = head_logprobs(hidden, weight, given["targets"], temperature, **settings)
-    (logprobs @ given["of_logprobs"] + entropy @ given["of_entropy"]).backward()
-    return {"logprobs": logprobs.detach(), "entropy": entropy.detach(), "hidden": hidden.grad, "weight": weight.grad}
+WAYS = [plain_head, head_with_loss_inside]
 
 
 def assert_agree(result, expected, tolerance=1e-5):
@@ -35,9 +30,27 @@ def assert_agree(result, expected, tolerance=1e-5):
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 1.7])
 @pytest.mark.parametrize("chunk", [1, 5, 36, 37, 2048])
-def test_values_and_gradients_are_those_of_the_full_softmax(temperature, chunk):
+@pytest.mark.parametrize("way", WAYS)
+def test_values_and_gradients_are_those_of_the_full_softmax(way, temperature, chunk):
     given = head_problem()
-    assert_agree(ours(given, temperature, chunk=chunk), full_softmax(given, temperature))
+    assert_agree(way(given, temperature, chunk=chunk), full_softmax(given, temperature))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_compiled_it_is_the_same(way):
+    given = head_problem()
+    assert_agree(way(given, 0.7, chunk=10, fuse=True), full_softmax(given, 0.7))
+
+
+def test_without_the_entropy_the_log_probabilities_are_the_same():
+    given = head_problem() | {"of_entropy": torch.zeros(37)}
+    hidden, weight = given["hidden"].clone().requires_grad_(), given["weight"].clone().requires_grad_()
+    logprobs, entropy = head_logprobs(hidden, Head(weight, given["targets"], 0.7, chunk=10), entropy=False)
+    assert entropy is None
+    (logprobs @ given["of_logprobs"]).backward()
+    found = {"logprobs": logprobs.detach(), "hidden": hidden.grad, "weight": weight.grad}
+    expected = full_softmax(given, 0.7)
+    assert_agree(found, {name: expected[name] for name in found})
 
 
 @pytest.mark.parametrize("alone", ["of_logprobs", "of_entropy"])
@@ -45,27 +58,29 @@ def test_each_result_has_its_own_gradient(alone):
     given = head_problem(seed=1)
     for name in {"of_logprobs", "of_entropy"} - {alone}:
         given[name] = torch.zeros_like(given[name])
-    assert_agree(ours(given, 0.7, chunk=10), full_softmax(given, 0.7))
+    assert_agree(plain_head(given, 0.7, chunk=10), full_softmax(given, 0.7))
 
 
 def test_large_logits_do_not_overflow():
     given = head_problem()
     given["hidden"] = given["hidden"] * 300
-    result, expected = ours(given, 1.0, chunk=10), full_softmax(given, 1.0)
+    result, expected = plain_head(given, 1.0, chunk=10), full_softmax(given, 1.0)
     assert expected["logprobs"].min() < -500
     for name in ("logprobs", "entropy", "hidden"):
         torch.testing.assert_close(result[name].double(), expected[name], rtol=1e-4, atol=2e-3)
 
 
-def test_no_tokens_give_no_results_and_zero_gradients():
-    result = ours(head_problem(count=0), 1.0)
+@pytest.mark.parametrize("way", WAYS)
+def test_no_tokens_give_no_results_and_zero_gradients(way):
+    result = way(head_problem(count=0), 1.0)
     assert result["logprobs"].shape == result["entropy"].shape == (0,)
     assert result["logprobs"].dtype == torch.float32
     assert result["hidden"].shape == (0, 16)
     assert torch.equal(result["weight"], torch.zeros(48, 16))
 
 
-def test_the_logits_of_all_tokens_are_never_held_at_once():
+@pytest.mark.parametrize("way", WAYS)
+def test_the_logits_of_all_tokens_are_never_held_at_once(way):
     held = []
 
     class Watch(TorchDispatchMode):
@@ -75,19 +90,20 @@ def test_the_logits_of_all_tokens_are_never_held_at_once():
             return result
 
     with Watch():
-        ours(head_problem(count=200, vocab=500), 1.0, chunk=10)
+        way(head_problem(count=200, vocab=500), 1.0, chunk=10)
     assert max(held) < 2 * 500 * 16  # the head itself; 200 tokens' logits would be 100000
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_a_head_cut_over_processes_answers_as_the_whole_one(size, four_processes):
+@pytest.mark.parametrize("way", ["plain", "loss inside"])
+def test_a_head_cut_over_processes_answers_as_the_whole_one(size, way, four_processes):
     expected = full_softmax(head_problem(), 0.7)
     for rank, results in enumerate(four_processes["heads"]):
-        result = results[size]
+        result = dict(results[size, way])
         count = 48 // size
         assert result.pop("first") == rank % size * count
         own = slice(rank % size * count, (rank % size + 1) * count)
         assert_agree(result, expected | {"weight": expected["weight"][own]})
         # Ranks that disagree in the last bit would drift apart.
         for name in ("logprobs", "entropy", "hidden"):
-            assert torch.equal(result[name], four_processes["heads"][rank // size * size][size][name]), name
+            assert torch.equal(result[name], four_processes["heads"][rank // size * size][size, way][name]), name

@@ -1,8 +1,8 @@
-"""Attention over packed sequences: [1, T] tokens of many sequences side by side, none seeing another.
+"""Attention over packed sequences: T tokens of many sequences side by side, none seeing another.
 
-Registered with transformers under the name "packed", so that its models run unpadded. On CUDA in half precision
-it is torch's own varlen flash attention; elsewhere (CPU, or float32) the heads are padded to rectangles for torch's
-SDPA inside the attention call alone, where right-padded causal rows need no mask.
+`packed_self_attention` takes the place of Hugging Face's forward method, so that its models run unpadded. On CUDA in
+half precision it is torch's own varlen flash attention; elsewhere (CPU, or float32) the heads are padded to rectangles
+for torch's SDPA inside the attention call alone, where right-padded causal rows need no mask.
 """
 
 import functools
@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch.nn.attention.varlen import varlen_attn
-from transformers import AttentionInterface
 
 # torch 2.11 takes fewer KV heads than query heads as they are; later versions want to be told.
 _GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
@@ -35,17 +34,14 @@ class Packing:
     lengths: list[int]
     starts: torch.Tensor  # [sequences + 1] int32, cumulated lengths
     positions: torch.Tensor  # [T] int64, counted anew in each sequence
-
-    @property
-    def longest(self) -> int:
-        return max(self.lengths)
+    longest: int
 
     @classmethod
     def of(cls, lengths: list[int], device: torch.device) -> "Packing":
         lengths_N = torch.tensor(lengths)
         starts = F.pad(lengths_N.cumsum(0), (1, 0))
         positions = torch.arange(int(starts[-1])) - starts[:-1].repeat_interleave(lengths_N)
-        return cls(lengths, starts.to(device, torch.int32), positions.to(device))
+        return cls(lengths, starts.to(device, torch.int32), positions.to(device), max(lengths))
 
     @functools.cached_property
     def rectangles(self) -> list[Rectangle]:
@@ -66,21 +62,41 @@ class Packing:
         return rectangles
 
 
-def packed_attention(
+def packed_self_attention(
     module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: None,
-    *,
-    scaling: float,
+    hidden_states: torch.Tensor,
+    position_embeddings: tuple[torch.Tensor, torch.Tensor],
     packing: Packing,
     **_,
 ) -> tuple[torch.Tensor, None]:
-    """Causal attention within each sequence: [1, heads, T, d] in, ([1, T, heads, d], None) out."""
-    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
-        q_TND, k_TMD, v_TMD = (x[0].transpose(0, 1) for x in (query, key, value))
-        out_TND = varlen_attn(
+    """The forward method of a Qwen2, Qwen3 or Llama self-attention `module` for packed hidden states [1, T, H].
+
+    Heads stay behind the tokens throughout, [1, T, heads, d]: with tokens inside, index arithmetic for any T would
+    cost a compiled kernel ten times what it moves.
+    """
+    heads = (*hidden_states.shape[:-1], -1, module.head_dim)
+    query, key, value = (
+        project(hidden_states).view(heads) for project in (module.q_proj, module.k_proj, module.v_proj)
+    )
+    if hasattr(module, "q_norm"):
+        query, key = module.q_norm(query), module.k_norm(key)
+    cos, sin = (x.unsqueeze(2) for x in position_embeddings)
+    query, key = (x * cos + _quarter_turn(x) * sin for x in (query, key))
+    out_TND = packed_attention(query[0], key[0], value[0], module.scaling, packing)
+    return module.o_proj(out_TND.reshape(*hidden_states.shape[:-1], -1)), None
+
+
+def _quarter_turn(x: torch.Tensor) -> torch.Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((-second, first), dim=-1)
+
+
+def packed_attention(
+    q_TND: torch.Tensor, k_TMD: torch.Tensor, v_TMD: torch.Tensor, scaling: float, packing: Packing
+) -> torch.Tensor:
+    """Causal attention within each sequence, [T, heads, d]; keys and values may have fewer heads."""
+    if q_TND.is_cuda and q_TND.dtype in (torch.bfloat16, torch.float16):
+        return varlen_attn(
             q_TND,
             k_TMD,
             v_TMD,
@@ -92,22 +108,25 @@ def packed_attention(
             window_size=(-1, 0),
             **_GROUPED,
         )
-        return out_TND[None], None
-    out_TND = torch.zeros_like(query[0].transpose(0, 1))
+    return _attention_in_rectangles(q_TND, k_TMD, v_TMD, scaling, packing)
+
+
+@torch.compiler.disable
+def _attention_in_rectangles(
+    q_TND: torch.Tensor, k_TMD: torch.Tensor, v_TMD: torch.Tensor, scaling: float, packing: Packing
+) -> torch.Tensor:
+    out_TND = torch.zeros_like(q_TND)
     for rectangle in packing.rectangles:
 
-        def pad(x: torch.Tensor, to: Rectangle = rectangle) -> torch.Tensor:
-            heads_nHD = x[0].transpose(0, 1).index_select(0, to.tokens)
-            cells = heads_nHD.new_zeros(to.rows * to.longest, *heads_nHD.shape[1:]).index_copy(0, to.cells, heads_nHD)
-            return cells.view(to.rows, to.longest, *heads_nHD.shape[1:]).transpose(1, 2)
+        def pad(heads_TND: torch.Tensor, to: Rectangle = rectangle) -> torch.Tensor:
+            heads_nND = heads_TND.index_select(0, to.tokens)
+            cells = heads_nND.new_zeros(to.rows * to.longest, *heads_nND.shape[1:]).index_copy(0, to.cells, heads_nND)
+            return cells.view(to.rows, to.longest, *heads_nND.shape[1:]).transpose(1, 2)
 
-        q, k, v = pad(query), pad(key), pad(value)
+        q, k, v = pad(q_TND), pad(k_TMD), pad(v_TMD)
         out = F.scaled_dot_product_attention(
             q, k, v, is_causal=True, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
         )
         cells_nND = out.transpose(1, 2).flatten(0, 1).index_select(0, rectangle.cells)
         out_TND = out_TND.index_copy(0, rectangle.tokens, cells_nND)
-    return out_TND[None], None
-
-
-AttentionInterface.register("packed", packed_attention)
+    return out_TND

@@ -95,9 +95,7 @@ class Gatherer:
         rows = self._rows(cuts, received)
         locals_ = [self._local(cut.name).reshape(-1) for cut in cuts]
         pieces = rows[self.place].split([cut.rows * cut.columns for cut in cuts])
-        torch._foreach_copy_(
-            [piece[: local.numel()] for piece, local in zip(pieces, locals_, strict=True)], locals_
-        )
+        torch._foreach_copy_([piece[: local.numel()] for piece, local in zip(pieces, locals_, strict=True)], locals_)
         return dist.all_gather_into_tensor(rows.view(-1), rows[self.place], group=self.group, async_op=True)
 
     def _rows(self, cuts: Sequence[_Cut], received: torch.Tensor) -> torch.Tensor:

@@ -1,88 +1,193 @@
 """Log-probabilities and entropy from hidden states, without ever holding [N, vocabulary] logits.
 
 Chunked over tokens, and over the vocabulary where the head is sharded on a tensor-parallel group: each rank
-computes its slice of the logits, and only per-token sums cross the group. The backward pass computes the
-chunk's logits again. The same idea as vocabulary-parallel cross entropy in Megatron-LM (arXiv:1909.08053,
-section 3), with the entropy and its gradient beside it.
+computes its slice of the logits, and only per-token sums cross the group. The same idea as vocabulary-parallel cross
+entropy in Megatron-LM (arXiv:1909.08053, section 3), with the entropy and its gradient beside it.
+
+`head_logprobs` is a function like any other, whose backward pass computes the logits again. `head_loss` takes the loss
+inside: where it is a sum over tokens, a chunk's gradient is known as soon as its log-probabilities are, so that its
+logits serve both passes: three matrix products instead of four.
 """
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
+Loss = Callable[[torch.Tensor, torch.Tensor, slice], torch.Tensor]
+"""The sum over a chunk's tokens, from their log-probabilities and entropies and where the chunk stands in all N."""
+
+
+@dataclass(frozen=True)
+class Head:
+    """softmax(hidden @ weight.T / temperature), asked for the probabilities of targets."""
+
+    weight: torch.Tensor  # [V_local, H], the rows of the vocabulary that begin at `first`
+    targets: torch.Tensor  # [N] int64 ids of the whole vocabulary
+    temperature: float
+    first: int = 0
+    group: dist.ProcessGroup | None = None  # whose ranks hold the other rows, and the same hidden states
+    chunk: int = 2048  # tokens whose logits exist at a time
+    fuse: bool = False  # compile what is done with a chunk's logits into one pass each way
+
 
 def head_logprobs(
-    hidden_NH: torch.Tensor,
-    weight_VH: torch.Tensor,
-    targets_N: torch.Tensor,
-    temperature: float,
-    first: int = 0,
-    group: dist.ProcessGroup | None = None,
-    chunk: int = 2048,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """log p(targets) and the entropy under softmax(hidden @ weight.T / temperature).
+    hidden_NH: torch.Tensor, head: Head, entropy: bool = True
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """log p(targets) and the entropy under `head`, for hidden_NH [N, H] in the type of its weight.
 
-    hidden_NH: [N, H] float, the same on every rank of `group`. weight_VH: [V_local, H], the rows of the
-    vocabulary that begin at `first`. targets_N: [N] int64 ids of the whole vocabulary. Returns two [N] float32
-    tensors, the same on every rank of `group`; both carry gradients to hidden and weight, and the gradient of
-    hidden is already summed over `group`.
+    Returns two [N] float32 tensors, the same on every rank of the group; both carry gradients to hidden and weight,
+    and the gradient of hidden is already summed over the group. Without `entropy` the second is None.
+
+    Beyond inputs and gradients it holds [chunk, V_local] in the type of weight, and [V_local, H] in float32 on the
+    way back.
     """
-    return _HeadLogprobs.apply(hidden_NH, weight_VH, targets_N, temperature, first, group, chunk)
+    logprobs, entropies = _HeadLogprobs.apply(hidden_NH, head.weight, head, entropy)
+    return logprobs, entropies if entropy else None
+
+
+def head_loss(hidden_NH: torch.Tensor, head: Head, loss: Loss) -> torch.Tensor:
+    """The sum of `loss` over all chunks, a float32 scalar with gradients to hidden and weight as of head_logprobs.
+
+    `loss` is called once for each chunk and must not look beyond it.
+    """
+    return _HeadLoss.apply(hidden_NH, head.weight, head, loss)
 
 
 class _HeadLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden_NH, weight_VH, targets_N, temperature, first, group, chunk):
-        logprobs, lses, entropies = [], [], []
-        for hidden, targets in zip(hidden_NH.split(chunk), targets_N.split(chunk), strict=True):
-            logits = _logits(hidden, weight_VH, temperature)
-            highest = logits.amax(-1)
-            _reduce(highest, dist.ReduceOp.MAX, group)
-            exps = (logits - highest[:, None]).exp_()
-            local, inside = _local_targets(targets, first, weight_VH.shape[0])
-            target_logits = logits.gather(1, local[:, None])[:, 0].where(inside, 0.0)
-            sums = torch.stack([exps.sum(-1), exps.mul_(logits).sum(-1), target_logits])
-            _reduce(sums, dist.ReduceOp.SUM, group)
-            lse = sums[0].log() + highest
-            logprobs.append(sums[2] - lse)
-            entropies.append(lse - sums[1] / sums[0])
-            lses.append(lse)
-        logprobs, entropy, lse = (
-            torch.cat(x) if x else hidden_NH.new_zeros(0, dtype=torch.float32) for x in (logprobs, entropies, lses)
-        )
-        ctx.save_for_backward(hidden_NH, weight_VH, targets_N, lse, entropy)
-        ctx.settings = temperature, first, group, chunk
+    def forward(ctx, hidden_NH, weight_VH, head, with_entropy):
+        chunks = _Chunks(hidden_NH, weight_VH, head, with_entropy)
+        parts = [chunks.measure(here)[1] for here in chunks]
+        logprobs, entropy, lse = torch.cat(parts, dim=1)
+        ctx.save_for_backward(hidden_NH, weight_VH, lse, entropy)
+        ctx.head, ctx.with_entropy = head, with_entropy
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx, grad_logprobs, grad_entropy):
-        hidden_NH, weight_VH, targets_N, lse_N, entropy_N = ctx.saved_tensors
-        temperature, first, group, chunk = ctx.settings
-        grad_hidden = torch.zeros_like(hidden_NH)
-        grad_weight = torch.zeros_like(weight_VH, dtype=torch.float32)
-        for start in range(0, len(targets_N), chunk):
-            here = slice(start, start + chunk)
-            logp = _logits(hidden_NH[here], weight_VH, temperature).sub_(lse_N[here, None])
-            # d logprob = onehot - p;  d entropy = -p (log p + entropy)
-            slope = logp.add(entropy_N[here, None]).mul_(-grad_entropy[here, None])
-            slope = slope.sub_(grad_logprobs[here, None]).mul_(logp.exp_())
-            local, inside = _local_targets(targets_N[here], first, weight_VH.shape[0])
-            slope.scatter_add_(1, local[:, None], grad_logprobs[here].where(inside, 0.0)[:, None])
-            slope = slope.div_(temperature).to(weight_VH.dtype)
-            grad_hidden[here] = slope @ weight_VH
-            grad_weight += slope.T @ hidden_NH[here]
-        _reduce(grad_hidden, dist.ReduceOp.SUM, group)
-        return grad_hidden, grad_weight.to(weight_VH.dtype), None, None, None, None, None
+        hidden_NH, weight_VH, lse, entropy = ctx.saved_tensors
+        chunks = _Chunks(hidden_NH, weight_VH, ctx.head, ctx.with_entropy)
+        for here in chunks:
+            per_token = torch.stack([lse[here], entropy[here], grad_logprobs[here], grad_entropy[here]])
+            chunks.go_back(here, chunks.logits(here), per_token)
+        return *chunks.gradients(), None, None
 
 
-def _logits(hidden: torch.Tensor, weight: torch.Tensor, temperature: float) -> torch.Tensor:
-    return (hidden @ weight.T).float().div_(temperature)
+class _HeadLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden_NH, weight_VH, head, loss):
+        chunks = _Chunks(hidden_NH, weight_VH, head, True)
+        total = hidden_NH.new_zeros((), dtype=torch.float32)
+        for here in chunks:
+            logits, (logprobs, entropy, lse) = chunks.measure(here)
+            with torch.enable_grad():
+                leaves = logprobs.detach().requires_grad_(), entropy.detach().requires_grad_()
+                part = loss(*leaves, here)
+            grads = torch.autograd.grad(part, leaves, materialize_grads=True)
+            chunks.go_back(here, logits, torch.stack([lse, entropy, *grads]))
+            total += part.detach()
+        ctx.save_for_backward(*chunks.gradients())
+        return total
+
+    @staticmethod
+    def backward(ctx, upstream):
+        grad_hidden, grad_weight = ctx.saved_tensors
+        return grad_hidden * upstream.to(grad_hidden.dtype), grad_weight * upstream.to(grad_weight.dtype), None, None
 
 
-def _local_targets(targets: torch.Tensor, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    local = targets - first
-    return local.clamp(0, count - 1), (local >= 0) & (local < count)
+class _Chunks:
+    """The passes over one chunk of tokens, and the gradients that they add up to."""
+
+    def __init__(self, hidden_NH: torch.Tensor, weight_VH: torch.Tensor, head: Head, entropy: bool) -> None:
+        self.hidden, self.weight, self.head, self.entropy = hidden_NH, weight_VH, head, entropy
+        self.group = head.group if head.group is not None and dist.get_world_size(head.group) > 1 else None
+        local = head.targets - head.first
+        # The row of each target in this slice; -1 where it lies in another.
+        self.local = local.where((local >= 0) & (local < len(weight_VH)), -1)
+        self.grad_hidden = self.grad_weight = None  # on the way back alone
+
+    def __iter__(self) -> Iterator[slice]:
+        count = len(self.hidden)
+        # One at least, though it may be empty: a loss counts what it sees, on every rank alike.
+        starts = range(0, max(count, 1), self.head.chunk)
+        return (slice(start, min(start + self.head.chunk, count)) for start in starts)
+
+    def logits(self, here: slice) -> torch.Tensor:
+        """[n, V_local], before temperature."""
+        return self.hidden[here] @ self.weight.T
+
+    def measure(self, here: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        """The chunk's logits; and its log-probabilities, entropies and logarithms of sums of exps, [3, n] float32."""
+        logits = self.logits(here)
+        sums = _run(_summarize, self.head.fuse, logits, self.local[here], 1 / self.head.temperature, self.entropy)
+        highest, exps, weighted, target = sums
+        if self.group is not None:
+            top = highest.clone()
+            dist.all_reduce(top, op=dist.ReduceOp.MAX, group=self.group)
+            shrink = (highest - top).exp()
+            sums = torch.stack([exps * shrink, weighted * shrink, target])
+            dist.all_reduce(sums, group=self.group)
+            highest, (exps, weighted, target) = top, sums
+        lse = exps.log() + highest
+        return logits, torch.stack([target - lse, lse - weighted / exps, lse])
+
+    def go_back(self, here: slice, logits: torch.Tensor, per_token_4n: torch.Tensor) -> None:
+        """Add the chunk's gradients, given its lse, entropies and the gradients to log-probabilities and entropies."""
+        if self.grad_weight is None:
+            self.grad_hidden = torch.empty_like(self.hidden)
+            self.grad_weight = torch.zeros_like(self.weight, dtype=torch.float32)
+        settings = (1 / self.head.temperature, self.entropy)
+        _run(_to_slope, self.head.fuse, logits, self.local[here], per_token_4n, *settings)
+        torch.mm(logits, self.weight, out=self.grad_hidden[here])
+        if logits.is_cuda and logits.dtype != torch.float32:
+            torch.addmm(self.grad_weight, logits.T, self.hidden[here], out_dtype=torch.float32, out=self.grad_weight)
+        else:
+            self.grad_weight += logits.T @ self.hidden[here]
+
+    def gradients(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """To hidden (summed over the group) and weight, in the types of the two."""
+        if self.group is not None:
+            dist.all_reduce(self.grad_hidden, group=self.group)
+        return self.grad_hidden, self.grad_weight.to(self.weight.dtype)
 
 
-def _reduce(x: torch.Tensor, op: dist.ReduceOp, group: dist.ProcessGroup | None) -> None:
-    if group is not None and dist.get_world_size(group) > 1:
-        dist.all_reduce(x, op=op, group=group)
+def _summarize(logits_NV: torch.Tensor, local_N: torch.Tensor, scale: float, entropy: bool) -> torch.Tensor:
+    """[4, N] float32 over this slice: the highest logit, sum of exps below it, that weighted by logits, the target."""
+    logits = logits_NV.float() * scale
+    highest = logits.amax(-1)
+    exps = (logits - highest[:, None]).exp()
+    weighted = (exps * logits).sum(-1) if entropy else torch.zeros_like(highest)
+    target = logits_NV.gather(1, local_N.clamp(min=0)[:, None])[:, 0].float() * scale
+    return torch.stack([highest, exps.sum(-1), weighted, target.where(local_N >= 0, 0.0)])
+
+
+def _to_slope(
+    logits_NV: torch.Tensor, local_N: torch.Tensor, per_token_4N: torch.Tensor, scale: float, entropy: bool
+) -> None:
+    """Put the gradient to the logits before temperature in their place."""
+    lse, entropies, grad_logprobs, grad_entropy = per_token_4N[:, :, None]
+    logp = logits_NV.float() * scale - lse
+    # d logprob = onehot - p;  d entropy = -p (log p + entropy)
+    pull = grad_logprobs + grad_entropy * (logp + entropies) if entropy else grad_logprobs
+    columns = torch.arange(logits_NV.shape[1], device=logits_NV.device)
+    onehot = (columns == local_N[:, None]) * grad_logprobs
+    logits_NV.copy_((onehot - logp.exp() * pull) * scale)
+
+
+@functools.cache
+def _compiled(function: Callable) -> Callable:
+    return torch.compile(function)
+
+
+def _run(function: Callable, fuse: bool, logits: torch.Tensor, local: torch.Tensor, *more) -> torch.Tensor | None:
+    if not fuse or not len(logits):
+        return function(logits, local, *more)
+    # Any number of tokens, but this vocabulary: an unknown width would cost each element a division.
+    torch._dynamo.maybe_mark_dynamic(logits, 0)
+    torch._dynamo.maybe_mark_dynamic(local, 0)
+    if isinstance(more[0], torch.Tensor):
+        torch._dynamo.maybe_mark_dynamic(more[0], 1)
+    return _compiled(function)(logits, local, *more)

@@ -3,6 +3,7 @@
 `load_policy` builds it on the meta device, cuts it over the mesh and reads from safetensors what each rank needs.
 """
 
+import functools
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 import transformers
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -19,11 +20,12 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
+from torch.utils.checkpoint import checkpoint
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
 from grpo.config import ConfigError, option
-from workers.parallel.attention import Packing
-from workers.parallel.logprobs import head_logprobs
+from workers.parallel.attention import Packing, packed_self_attention
+from workers.parallel.logprobs import Head, Loss, head_logprobs, head_loss
 from workers.parallel.mesh import Layout
 
 SUPPORTED = ("qwen2", "qwen3", "llama")
@@ -49,59 +51,85 @@ class Policy(nn.Module):
     there.
     """
 
-    def __init__(self, causal_lm: transformers.PreTrainedModel, layout: Layout) -> None:
+    def __init__(self, causal_lm: transformers.PreTrainedModel, layout: Layout, fuse: bool = False) -> None:
         super().__init__()
-        self.causal_lm, self.layout = causal_lm, layout
+        self.causal_lm, self.layout, self.fuse = causal_lm, layout, fuse
         self.tied = causal_lm.config.tie_word_embeddings
         if self.tied:
             causal_lm.lm_head = nn.Identity()
 
     def forward(
-        self, tokens_T: torch.Tensor, lengths: list[int], mask_T: torch.Tensor, temperature: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """log p(tokens[t] | tokens[<t]) and the entropy of that distribution where mask is True, 0 elsewhere.
+        self,
+        tokens_T: torch.Tensor,
+        lengths: list[int],
+        wanted_N: torch.Tensor,
+        temperature: float,
+        entropy: bool = True,
+        loss: Loss | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None] | torch.Tensor:
+        """log p(tokens[t] | tokens[<t]) and the entropy of that distribution at the places t in wanted_N.
 
-        tokens_T: [T] int64, the sequences of `lengths` side by side. mask_T: [T] bool, False at the first token
-        of every sequence. temperature divides the logits. Returns two [T] float32 tensors.
+        tokens_T: [T] int64, the sequences of `lengths` side by side. wanted_N: [N] int64, the first token of no
+        sequence. temperature divides the logits. Returns two [N] float32 tensors, the second None without `entropy`;
+        or, where a `loss` of them is given, its sum (see head_loss).
         """
         packing = Packing.of(lengths, tokens_T.device)
-        hidden_TH = self.causal_lm.model(
-            input_ids=tokens_T[None], position_ids=packing.positions[None], packing=packing, use_cache=False
-        ).last_hidden_state[0]
-        wanted_N = mask_T.nonzero()[:, 0]
-        weight = self.causal_lm.model.embed_tokens.weight if self.tied else self.causal_lm.lm_head.weight
+        model = self.causal_lm.model
+        hidden = model.embed_tokens(tokens_T[None])
+        angles = model.rotary_emb(hidden, packing.positions[None])
+        for layer in model.layers:
+            hidden = layer(hidden, position_embeddings=angles, packing=packing)
+        hidden_NH = model.norm(hidden)[0].index_select(0, wanted_N - 1)
+        weight = model.embed_tokens.weight if self.tied else self.causal_lm.lm_head.weight
         first, group = 0, None
         if isinstance(weight, DTensor):
             mesh = weight.device_mesh
             weight, group = weight.to_local(), mesh.get_group()
             first = mesh.get_local_rank() * weight.shape[0]
-        logprobs_N, entropy_N = head_logprobs(
-            hidden_TH.index_select(0, wanted_N - 1), weight, tokens_T[wanted_N], temperature, first, group
-        )
-        zeros_T = torch.zeros_like(tokens_T, dtype=torch.float32)
-        return zeros_T.index_copy(0, wanted_N, logprobs_N), zeros_T.index_copy(0, wanted_N, entropy_N)
+        head = Head(weight, tokens_T[wanted_N], temperature, first, group, fuse=self.fuse)
+        return head_logprobs(hidden_NH, head, entropy) if loss is None else head_loss(hidden_NH, head, loss)
+
+    def reshard_all(self) -> None:
+        """Free every layer's gathered weights: what stays are this rank's shards."""
+        for module in self.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
 
-def load_policy(config: ModelConfig, layout: Layout, trains: bool = True) -> Policy:
+def load_policy(
+    config: ModelConfig,
+    layout: Layout,
+    trains: bool = True,
+    fuse: bool = False,
+    recompute: str = "none",
+    reshard: bool = True,
+) -> Policy:
     """The policy of `config.path` cut over `layout`, in float32 where it trains and in its compute type otherwise.
 
-    Raises ConfigError for what `read_config` and `check_layout` refuse.
+    `fuse`: compile each layer, for any number of tokens. `recompute`: which layers are computed again on the way back
+    instead of keeping what they computed: none, selective (every other) or full. `reshard`: free a layer's gathered
+    weights after each use, instead of keeping them until `Policy.reshard_all`. Raises ConfigError for what
+    `read_config` and `check_layout` refuse.
     """
     hf_config = read_config(config)
     check_layout(hf_config, layout.slices)
     compute = compute_dtype(config, layout.device)
     with torch.device("meta"):
-        causal_lm = transformers.AutoModelForCausalLM.from_config(
-            hf_config, dtype=torch.float32 if trains else compute, attn_implementation="packed"
-        )
-    policy = Policy(causal_lm, layout)
+        causal_lm = transformers.AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32 if trains else compute)
+    policy = Policy(causal_lm, layout, fuse)
     if layout.slices > 1:
         _split_over_tensor_mesh(policy, layout)
     precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
-    for layer in causal_lm.model.layers:
+    for index, layer in enumerate(causal_lm.model.layers):
+        layer.self_attn.forward = functools.partial(packed_self_attention, layer.self_attn)
+        # The forward methods alone: FSDP's hooks stay outside.
+        if fuse:
+            layer.forward = torch.compile(layer.forward, dynamic=True)
+        if recompute == "full" or (recompute == "selective" and index % 2):
+            layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
         if sum(parameter.numel() for parameter in layer.parameters()) >= SMALLEST_UNIT:
-            fully_shard(layer, mesh=layout.data, mp_policy=precision)
-    fully_shard(policy, mesh=layout.data, mp_policy=precision)
+            fully_shard(layer, mesh=layout.data, mp_policy=precision, reshard_after_forward=reshard)
+    fully_shard(policy, mesh=layout.data, mp_policy=precision, reshard_after_forward=False)
     policy.to_empty(device=layout.device)
     # Buffers are not in any file: they are computed from the config, and were empty on the meta device.
     rotary = causal_lm.model.rotary_emb

@@ -1,0 +1,90 @@
+"""How fast the actor learns: forward, backward and optimizer step over packed sequences, in tokens a second and MFU.
+
+    python -m benchmarks.update                                             # 1.5B shape, 16k tokens of length 1024
+    python -m benchmarks.update tokens=32768 length=4096 actor.recompute=full
+    torchrun --nproc-per-node 4 -m benchmarks.update shape=qwen2.5-7b length=2048 actor.tensor_parallel=2
+
+Settings, as key=value: shape, tokens (for each data-parallel part), length of each sequence, prompt (its tokens that
+are not learned from), rounds, trace (a file for torch's profile of one update), folder, and the actor's own as actor.*.
+"""
+
+import statistics
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.shapes import SHAPES, make
+from grpo.batch import jagged, make_batch
+from grpo.config import load, option
+from grpo.losses import AlgorithmConfig
+from workers.actor import ActorConfig, ActorWorker
+from workers.parallel.flops import Flops, peak_of
+from workers.parallel.mesh import join, make_layout, pick_device
+from workers.parallel.policy import ModelConfig, read_config
+
+
+@dataclass
+class Settings:
+    shape: str = option("qwen2.5-1.5b", "")
+    tokens: int = option(16384, "")
+    length: int = option(1024, "")
+    prompt: int = option(1, "")
+    rounds: int = option(5, "")
+    trace: str = option("", "")
+    device: str = option("auto", "")
+    folder: str = option("/tmp/shapes", "")
+    actor: ActorConfig = option(ActorConfig, "")
+
+
+def main() -> None:
+    settings = load(Settings, None, sys.argv[1:])
+    device = pick_device(settings.device)
+    join(device, 300.0)
+    model = ModelConfig(path=make(settings.shape, Path(settings.folder), device))
+    layout = make_layout(device, settings.actor.replicate, settings.actor.tensor_parallel)
+    actor = ActorWorker(model, settings.actor, AlgorithmConfig(), layout, 1.0, 10)
+    random = torch.Generator().manual_seed(0)
+    count = settings.tokens // settings.length * layout.parts
+    batch = None
+    if dist.get_rank() == 0:
+        tokens = [torch.randint(2, SHAPES[settings.shape][5], (settings.length,), generator=random)] * count
+        learned = torch.arange(settings.length) >= settings.prompt
+        fields = {"tokens": jagged(tokens), "response_mask": jagged([learned] * count)}
+        for name in ("advantages", "rollout_logprobs"):
+            fields[name] = jagged([torch.randn(settings.length, generator=random) for _ in range(count)])
+        batch = make_batch(fields)
+    seconds = []
+    for round_ in range(settings.rounds + 2):
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        dist.barrier()
+        begun = time.perf_counter()
+        if settings.trace and round_ == settings.rounds + 1 and dist.get_rank() == 0:
+            with torch.profiler.profile() as profile:
+                actor.update_minibatch(batch)
+            profile.export_chrome_trace(settings.trace)
+            print(profile.key_averages().table(sort_by="self_cuda_time_total", row_limit=25, max_name_column_width=90))
+        else:
+            actor.update_minibatch(batch)
+            seconds.append(time.perf_counter() - begun)
+    if dist.get_rank() == 0:
+        median = statistics.median(seconds[2:])
+        predicted = (settings.length - settings.prompt) * count
+        flops = 3 * Flops.of(read_config(model)).forward([settings.length] * count, predicted) / dist.get_world_size()
+        rate = settings.length * count / dist.get_world_size() / median
+        line = f"update: {median:.4f} s ({min(seconds[2:]):.4f} to {max(seconds[2:]):.4f}), first {seconds[0]:.1f} s; "
+        line += f"{rate:,.0f} tokens/s a device, {flops / median / 1e12:.0f} TFLOP/s a device"
+        if device.type == "cuda":
+            peak = peak_of(torch.cuda.get_device_name())
+            line += f", MFU {flops / median / peak:.1%}" if peak else ""
+            line += f"; peak memory {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB"
+        print(line)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
