@@ -34,7 +34,9 @@ class ActorConfig:
     final_learning_rate: float = option(0.0, "Where the linear and cosine schedules end, as a share of the highest.")
     max_grad_norm: float = option(1.0, "Longest gradient; a longer one is scaled down to it.")
     compile: bool | None = option(
-        None, "Compile each layer and the head with torch.compile; where it is not said, on CUDA alone."
+        None,
+        "Compile each layer (the head alone under tensor parallelism) with torch.compile; where it is not said, on "
+        "CUDA alone.",
     )
     recompute: str = option(
         "none",
@@ -319,13 +321,14 @@ def clip_gradients(parameters: list[torch.nn.Parameter], longest: float, layout:
     """
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     locals_ = [grad.to_local() for grad in grads]
-    squares = torch.stack(torch._foreach_norm(locals_)).double().square()
     on_tensor_mesh = layout.slices > 1
     copies = [
-        layout.replicas * (layout.slices if on_tensor_mesh and grad.placements[-1].is_replicate() else 1)
+        float(layout.replicas * (layout.slices if on_tensor_mesh and grad.placements[-1].is_replicate() else 1))
         for grad in grads
     ]
-    total = (squares / torch.tensor(copies, device=squares.device)).sum()
+    # Scalars go along with the kernels: a tensor of them would make the device wait.
+    squares = torch._foreach_div(torch._foreach_pow(torch._foreach_norm(locals_), 2.0), copies)
+    total = torch.stack(squares).double().sum()
     dist.all_reduce(total)
     norm = total.sqrt()
     torch._foreach_mul_(locals_, (longest / (norm + 1e-6)).clamp(max=1.0).to(locals_[0].dtype))

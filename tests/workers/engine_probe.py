@@ -28,7 +28,12 @@ PROMPTS = [list(range(2, 6 + i)) for i in range(8)]
 def rollout(sharding: ShardingManager, controls: bool) -> dict:
     """One rollout of 4 samples a prompt, and how far its log-probabilities are from the actor's own."""
     prompts = make_batch({"tokens": jagged([torch.tensor(prompt) for prompt in PROMPTS])}) if controls else None
+    cuda = sharding.actor.layout.device.type == "cuda"
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
     with sharding.serving():
+        beyond = torch.cuda.max_memory_allocated() - before if cuda else 0
         samples = sharding.rollout.generate(prompts, 4)
     sharding.expect_current(samples)
     ours = sharding.actor.compute_logprobs(samples)
@@ -42,6 +47,7 @@ def rollout(sharding: ShardingManager, controls: bool) -> dict:
         "prompts": [row[~mask].tolist() for row, mask in rows],
         "versions": samples["version"].unique().tolist(),
         "sync": dict(sharding.metrics),
+        "beyond": beyond,
     }
 
 
@@ -91,7 +97,7 @@ def main() -> None:
             concurrent_samples=4 if device.type == "cpu" else 64,
             memory_fraction=0.3,
             verify_every=1,
-            bucket_megabytes=1 if device.type == "cpu" else 512,
+            bucket_megabytes=1 if device.type == "cpu" else 64,
             release="kv",
             sglang=options,
         )

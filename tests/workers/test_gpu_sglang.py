@@ -62,6 +62,9 @@ def test_every_engine_holds_and_uses_the_weights_of_every_layout(probed, slices,
         print(f"actor {parts} x tp {slices}, engine tp {engine_size}, version {version}: gap {rollout['gap']:.5f}")
         assert rollout["versions"] == [version]
         assert rollout["gap"] <= 0.011
+        # Two buckets of the largest weight, and a little for questions: a third, or the whole model, is more.
+        assert rollout["beyond"] <= 2.3 * 32000 * 1024 * 2
+        assert rollout["sync"]["sync/bytes"] > 4 * 32000 * 1024 * 2
         assert rollout["prompts"] == [prompt for prompt in PROMPTS for _ in range(4)]
     assert result["verified"] == 1
     assert "The engine's weights are not the actor's" in result["verify_of_old_weights"]

@@ -1,6 +1,6 @@
 """Attention over packed sequences: T tokens of many sequences side by side, none seeing another.
 
-`packed_self_attention` takes the place of Hugging Face's forward method, so that its models run unpadded. On CUDA in
+`packed_class` gives Hugging Face's self-attention another forward method, so that its models run unpadded. On CUDA in
 half precision it is torch's own varlen flash attention; elsewhere (CPU, or float32) the heads are padded to rectangles
 for torch's SDPA inside the attention call alone, where right-padded causal rows need no mask.
 """
@@ -62,14 +62,20 @@ class Packing:
         return rectangles
 
 
-def packed_self_attention(
+@functools.cache
+def packed_class(attention: type[torch.nn.Module]) -> type[torch.nn.Module]:
+    """A class of Hugging Face's self-attention of Qwen2, Qwen3 or Llama that takes packed hidden states."""
+    return type(f"Packed{attention.__name__}", (attention,), {"forward": _packed_self_attention})
+
+
+def _packed_self_attention(
     module: torch.nn.Module,
     hidden_states: torch.Tensor,
     position_embeddings: tuple[torch.Tensor, torch.Tensor],
     packing: Packing,
     **_,
 ) -> tuple[torch.Tensor, None]:
-    """The forward method of a Qwen2, Qwen3 or Llama self-attention `module` for packed hidden states [1, T, H].
+    """The forward method, for hidden states [1, T, H] and the angles of rotary_angles.
 
     Heads stay behind the tokens throughout, [1, T, heads, d]: with tokens inside, index arithmetic for any T would
     cost a compiled kernel ten times what it moves.
@@ -80,15 +86,23 @@ def packed_self_attention(
     )
     if hasattr(module, "q_norm"):
         query, key = module.q_norm(query), module.k_norm(key)
-    cos, sin = (x.unsqueeze(2) for x in position_embeddings)
-    query, key = (x * cos + _quarter_turn(x) * sin for x in (query, key))
+    cos, sin = position_embeddings
+    query, key = (x * cos + _swap_halves(x) * sin for x in (query, key))
     out_TND = packed_attention(query[0], key[0], value[0], module.scaling, packing)
     return module.o_proj(out_TND.reshape(*hidden_states.shape[:-1], -1)), None
 
 
-def _quarter_turn(x: torch.Tensor) -> torch.Tensor:
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((-second, first), dim=-1)
+def rotary_angles(cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Hugging Face's cos and sin [1, T, d] as packed self-attention wants them, [1, T, 1, d].
+
+    The minus of the rotation's first half stands in sin: negating the heads themselves, layer by layer, costs more.
+    """
+    first, second = sin.chunk(2, dim=-1)
+    return cos.unsqueeze(2), torch.cat((-first, second), dim=-1).unsqueeze(2)
+
+
+def _swap_halves(x: torch.Tensor) -> torch.Tensor:
+    return x.unflatten(-1, (2, -1)).flip(-2).flatten(-2)
 
 
 def packed_attention(

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
 from grpo.config import ConfigError, option
-from workers.parallel.attention import Packing, packed_self_attention
+from workers.parallel.attention import Packing, packed_class, rotary_angles
 from workers.parallel.logprobs import Head, Loss, head_logprobs, head_loss
 from workers.parallel.mesh import Layout
 
@@ -76,7 +76,7 @@ class Policy(nn.Module):
         packing = Packing.of(lengths, tokens_T.device)
         model = self.causal_lm.model
         hidden = model.embed_tokens(tokens_T[None])
-        angles = model.rotary_emb(hidden, packing.positions[None])
+        angles = rotary_angles(*model.rotary_emb(hidden, packing.positions[None]))
         for layer in model.layers:
             hidden = layer(hidden, position_embeddings=angles, packing=packing)
         hidden_NH = model.norm(hidden)[0].index_select(0, wanted_N - 1)
@@ -106,10 +106,10 @@ def load_policy(
 ) -> Policy:
     """The policy of `config.path` cut over `layout`, in float32 where it trains and in its compute type otherwise.
 
-    `fuse`: compile each layer, for any number of tokens. `recompute`: which layers are computed again on the way back
-    instead of keeping what they computed: none, selective (every other) or full. `reshard`: free a layer's gathered
-    weights after each use, instead of keeping them until `Policy.reshard_all`. Raises ConfigError for what
-    `read_config` and `check_layout` refuse.
+    `fuse`: compile the head, and without tensor parallelism each layer, for any number of tokens. `recompute`: which
+    layers are computed again on the way back instead of keeping what they computed: none, selective (every other) or
+    full. `reshard`: free a layer's gathered weights after each use, instead of keeping them until
+    `Policy.reshard_all`. Raises ConfigError for what `read_config` and `check_layout` refuse.
     """
     hf_config = read_config(config)
     check_layout(hf_config, layout.slices)
@@ -121,9 +121,9 @@ def load_policy(
         _split_over_tensor_mesh(policy, layout)
     precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
     for index, layer in enumerate(causal_lm.model.layers):
-        layer.self_attn.forward = functools.partial(packed_self_attention, layer.self_attn)
-        # The forward methods alone: FSDP's hooks stay outside.
-        if fuse:
+        layer.self_attn.__class__ = packed_class(type(layer.self_attn))
+        # The forward methods alone: FSDP's hooks stay outside. DTensors of any length cannot be traced (torch 2.13).
+        if fuse and layout.slices == 1:
             layer.forward = torch.compile(layer.forward, dynamic=True)
         if recompute == "full" or (recompute == "selective" and index % 2):
             layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
