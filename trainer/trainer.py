@@ -137,7 +137,7 @@ class Trainer:
             metrics |= self.actor.update(batch)
         if warning := self.sharding.judge_gap(metrics):
             self.say(warning)
-        return metrics | self.sharding.metrics
+        return metrics | self.rollout.metrics | self.sharding.metrics
 
     def evaluate(self) -> dict[str, float]:
         """Accuracy and length on the held-out prompts, as metrics under eval/; empty where there are none."""

@@ -1,5 +1,6 @@
 """The ActorWorker: holds the trained policy and its optimizer, computes log-probabilities, takes update steps."""
 
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -13,8 +14,9 @@ from grpo.config import ConfigError, choose, option
 from grpo.losses import AlgorithmConfig, grpo_loss, imitation_loss
 from grpo.packing import pack
 from workers.dispatch import Worker, dispatched
+from workers.parallel.flops import Flops, peak_of
 from workers.parallel.mesh import Layout
-from workers.parallel.policy import ModelConfig, Policy, load_policy
+from workers.parallel.policy import ModelConfig, Policy, load_policy, read_config
 
 SCHEDULES = ("constant", "linear", "cosine")
 OFFLOADS = ("optimizer", "parameters")
@@ -161,7 +163,8 @@ class ActorWorker(Worker):
         temperature: float,
         total_updates: int,
     ) -> None:
-        super().__init__(layout)
+        self.flops = Flops.of(read_config(model))
+        super().__init__(layout, self.flops.cost)
         self.config, self.algorithm, self.temperature = config, algorithm, temperature
         self.total_updates = total_updates
         self.policy = load_policy(
@@ -178,6 +181,7 @@ class ActorWorker(Worker):
         self.updates = 0
         self.version = 0
         self.parked = Parked()
+        self.peak = peak_of(torch.cuda.get_device_name()) if layout.device.type == "cuda" else None
 
     def offload_optimizer(self) -> None:
         """Move AdamW's state into the host's memory, where actor.offload says so."""
@@ -255,6 +259,7 @@ class ActorWorker(Worker):
         return self._step(batch, lambda micro, logp, entropy, here: (imitation_loss(logp), {}))
 
     def _step(self, batch: TensorDict, loss: Callable) -> dict[str, float]:
+        begun = time.perf_counter()
         tokens = batch["response_mask"].values().sum().double()
         dist.all_reduce(tokens, group=self.layout.data_group)
         if not tokens:
@@ -284,7 +289,27 @@ class ActorWorker(Worker):
         self.optimizer.zero_grad()
         self.updates += 1
         metrics = self._reduce(sums, float(tokens))
-        return {**metrics, "grad_norm": float(norm), "learning_rate": rate, "tokens/response": float(tokens)}
+        metrics |= {"grad_norm": float(norm), "learning_rate": rate, "tokens/response": float(tokens)}
+        return metrics | self._speed(micros, time.perf_counter() - begun)
+
+    def _speed(self, micros: list[MicroBatch], seconds: float) -> dict[str, float]:
+        """How evenly and how fast the work of an update was done (docs/performance.md has the formulas)."""
+        work = float(3 * sum(self.flops.forward(micro.lengths, len(micro.wanted)) for micro in micros if micro.rows))
+        tokens = [sum(micro.lengths) for micro in micros if micro.rows]
+        most = torch.tensor(work, dtype=torch.double)
+        sums = torch.tensor([work, sum(tokens[:-1]), len(tokens) - 1], dtype=torch.double)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.layout.data_group)
+        dist.all_reduce(sums, group=self.layout.data_group)
+        work, full, count = sums.tolist()
+        metrics = {
+            "perf/update_tflops_per_device": work / seconds / dist.get_world_size() / 1e12,
+            "perf/update_balance": work / self.layout.parts / float(most),
+        }
+        if count:
+            metrics["perf/packing"] = full / count / self.config.max_tokens_per_microbatch
+        if self.peak:
+            metrics["perf/update_mfu"] = metrics["perf/update_tflops_per_device"] * 1e12 / self.peak
+        return metrics
 
     def _reduce(self, sums: dict[str, torch.Tensor], tokens: float) -> dict[str, float]:
         metrics = {}

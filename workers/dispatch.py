@@ -24,10 +24,13 @@ CONTROLLER = 0
 
 
 class WorkerGroup:
-    """All processes that play one role: which part of a batch each works on, and how rows travel between them."""
+    """All processes that play one role: which part of a batch each works on, and how rows travel between them.
 
-    def __init__(self, layout: Layout) -> None:
-        self.layout = layout
+    cost: of a row of so many tokens, which is what is balanced over the parts.
+    """
+
+    def __init__(self, layout: Layout, cost: Callable[[int], float]) -> None:
+        self.layout, self.cost = layout, cost
         self.rank = dist.get_rank()
         mine = (layout.part, layout.leads)
         self.places: list[tuple[int, bool]] = [mine] * dist.get_world_size()
@@ -37,13 +40,13 @@ class WorkerGroup:
     def scatter(self, batch: TensorDict | None, fields: Sequence[str], what: str) -> tuple[TensorDict, list[list[int]]]:
         """This rank's rows of the controller's batch, and (on the controller) which rows each part got.
 
-        Rows are balanced by their tokens. Raises RuntimeError naming `what` where the controller does not send
+        Rows are balanced by their costs. Raises RuntimeError naming `what` where the controller does not send
         within the process group's timeout.
         """
         plan: list[list[int]] = []
         if self.rank == CONTROLLER:
             batch = TensorDict({name: batch[name] for name in fields if name in batch}, batch_size=batch.batch_size)
-            plan = balance(lengths_of(batch["tokens"]), self.layout.parts)
+            plan = balance([self.cost(length) for length in lengths_of(batch["tokens"])], self.layout.parts)
             if self.layout.parts == 1 and len(self.places) == 1:
                 return batch, plan
             shards = [select(batch, rows) for rows in plan]
@@ -96,9 +99,9 @@ class WorkerGroup:
 class Worker:
     """A role in one process. `group` says where this process stands among those of the same role."""
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: Layout, cost: Callable[[int], float] = float) -> None:
         self.layout = layout
-        self.group = WorkerGroup(layout)
+        self.group = WorkerGroup(layout, cost)
 
 
 def on_controller(work: Callable[[], Any]) -> Any:

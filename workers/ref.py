@@ -4,15 +4,16 @@ from tensordict import TensorDict
 
 from workers.actor import ActorConfig, compute_logprobs
 from workers.dispatch import Worker, dispatched
+from workers.parallel.flops import Flops
 from workers.parallel.mesh import Layout
-from workers.parallel.policy import ModelConfig, load_policy
+from workers.parallel.policy import ModelConfig, load_policy, read_config
 
 
 class RefWorker(Worker):
     """The reference policy, laid out as the actor is, in its compute type and without gradients."""
 
     def __init__(self, model: ModelConfig, config: ActorConfig, layout: Layout, temperature: float) -> None:
-        super().__init__(layout)
+        super().__init__(layout, Flops.of(read_config(model)).cost)
         self.policy = load_policy(model, layout, trains=False, fuse=config.fuses(layout.device), reshard=config.reshard)
         self.max_tokens, self.temperature = config.max_tokens_per_microbatch, temperature
 

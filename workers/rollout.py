@@ -1,5 +1,6 @@
 """The RolloutWorker: turns prompts into sampled responses with the engine of this process."""
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -141,6 +142,7 @@ class RolloutWorker(Worker):
         self.config, self.engine, self.stop, self.seed = config, engine, stop, seed
         self.progress = progress
         self.version = -1
+        self.metrics: dict[str, float] = {}  # of the last rollout
 
     def generate(self, prompts: TensorDict | None, samples: int, temperature: float | None = None) -> TensorDict | None:
         """`samples` responses to each prompt: the batch fields tokens to truncated, `samples` rows a prompt.
@@ -155,16 +157,25 @@ class RolloutWorker(Worker):
             number = torch.full((len(prompts),), store.add("rollouts", 1))
             prompts = make_batch({"tokens": prompts["tokens"], "rollout": number})
         prompts = self.group.share(prompts, ("tokens", "rollout"), what)
-        answers = None
+        answers, begun = None, time.perf_counter()
         if self.layout.leads:
             # What the engines tell one another about this rollout, and no other.
             store = dist.PrefixStore(f"rollout-{int(prompts['rollout'][0])}", store)
             questions = [row.tolist() for row in prompts["tokens"].unbind()]
             answers = self._generate(questions, samples, temperature, store)
+        self.metrics = self._waiting(time.perf_counter() - begun)
         answers = self.group.gather(answers, what)
         if answers is not None and len(answers) != len(prompts) * samples:
             raise RuntimeError(f"{len(answers)} samples came back of {len(prompts)} prompts x {samples}.")
         return answers
+
+    def _waiting(self, seconds: float) -> dict[str, float]:
+        """The share of the rollout in which the mean engine had nothing left to do, given this one's `seconds`."""
+        most = torch.tensor(seconds if self.layout.leads else 0.0, dtype=torch.double)
+        total = most.clone()
+        dist.all_reduce(most, op=dist.ReduceOp.MAX)
+        dist.all_reduce(total)
+        return {"perf/rollout_bubble": 1 - float(total) / self.layout.parts / float(most)}
 
     def _generate(
         self, prompts: list[list[int]], samples: int, temperature: float | None, store: dist.Store

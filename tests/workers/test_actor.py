@@ -1,5 +1,6 @@
 """The actor: the same update however it is cut, as many updates as were asked for, with the gradient it says."""
 
+import functools
 import math
 
 import pytest
@@ -27,6 +28,12 @@ def make_actor(layout, model_config):
         return worker
 
     return make
+
+
+@pytest.fixture
+def traced_alone(monkeypatch):
+    """torch.compile without its slow last stage, which makes kernels of what was traced."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
 
 
 def batch_of(groups=6, size=2, seed=0):
@@ -86,6 +93,7 @@ def test_a_run_no_longer_than_its_warm_up_has_a_rate():
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
+        ({"recompute": "some"}, "none, selective, full"),
         ({"schedule": "cosin"}, "actor.schedule='cosin'.*constant, linear, cosine"),
         ({"learning_rate": 0.0}, "actor.learning_rate=0.0 must be above 0"),
         ({"tensor_parallel": 0}, "actor.tensor_parallel=0"),
@@ -189,12 +197,75 @@ def test_the_update_does_not_depend_on_how_the_batch_was_cut(make_actor, monkeyp
                 patch.setattr(actor_module, "pack", lambda lengths, most, **_: pack(lengths, most, at_least=14))
             worker = make_actor(AlgorithmConfig(entropy_coefficient=0.1), max_tokens_per_microbatch=budget)
             before = weights_of(worker)
-            results.append((worker.update(batch_of()), weights_of(worker) - before))
+            metrics = {n: value for n, value in worker.update(batch_of()).items() if not n.startswith("perf/")}
+            results.append((metrics, weights_of(worker) - before))
     metrics, change = results[0]
     assert change.abs().max() > 1e-3
     for other_metrics, other_change in results[1:]:
         torch.testing.assert_close(other_change, change, rtol=0, atol=1e-3 * float(change.abs().max()))
         assert other_metrics == pytest.approx(metrics, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"recompute": "selective"},
+        {"recompute": "full"},
+        {"reshard": False},
+        {"compile": True},
+        {"compile": True, "recompute": "full", "reshard": False},
+    ],
+)
+def test_how_it_is_computed_does_not_change_the_update(make_actor, settings, traced_alone):
+    results = []
+    for more in ({}, settings):
+        worker = make_actor(AlgorithmConfig(entropy_coefficient=0.1), **more)
+        before = weights_of(worker)
+        metrics = [worker.update(batch_of(seed=seed)) for seed in range(2)]
+        results.append((metrics[1], weights_of(worker) - before))
+    (metrics, change), (other_metrics, other_change) = results
+    torch.testing.assert_close(other_change, change, rtol=0, atol=1e-3 * float(change.abs().max()))
+    for name in ("loss", "grad_norm", "entropy"):
+        assert other_metrics[name] == pytest.approx(metrics[name], rel=1e-4)
+
+
+def test_compiled_layers_take_batches_of_any_lengths_without_being_compiled_again(make_actor, traced_alone):
+    worker = make_actor(compile=True)
+    worker.update(batch_of(seed=0))
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for seed in range(1, 5):
+            worker.update(batch_of(groups=4 + seed, seed=seed))
+
+
+@pytest.mark.parametrize(("recompute", "layers"), [("none", 0), ("selective", 1), ("full", 2)])
+def test_recomputed_layers_keep_nothing_but_their_input(make_actor, recompute, layers):
+    worker = make_actor(recompute=recompute)
+    calls = []
+    for layer in worker.policy.causal_lm.model.layers:
+        layer.mlp.register_forward_pre_hook(lambda *_, layer=layer: calls.append(layer))
+    worker.update_minibatch(batch_of(groups=1))
+    assert len(calls) == 2 + layers
+
+
+def test_an_update_says_how_fast_and_how_evenly_it_worked(make_actor, monkeypatch):
+    worker, batch = make_actor(max_tokens_per_microbatch=45), batch_of()
+    worker.peak = 1e12
+    clock = iter([0.0, 2.0])
+    monkeypatch.setattr(actor_module.time, "perf_counter", lambda: next(clock))
+    metrics = worker.update_minibatch(batch)
+    lengths, predicted = lengths_of(batch["tokens"]), int(batch["response_mask"].values().sum())
+    config = worker.policy.causal_lm.config
+    weights = {name: p.numel() for name, p in worker.policy.named_parameters() if p.ndim == 2}
+    head = config.vocab_size * config.hidden_size
+    linear = sum(n for name, n in weights.items() if "embed" not in name and "lm_head" not in name)
+    pairs = sum(n * (n + 1) / 2 for n in lengths)
+    width = config.num_attention_heads * config.head_dim
+    forward = 2 * linear * sum(lengths) + 2 * head * predicted + 4 * config.num_hidden_layers * width * pairs
+    assert metrics["perf/update_tflops_per_device"] == pytest.approx(3 * forward / 2 / 1e12)
+    assert metrics["perf/update_mfu"] == pytest.approx(3 * forward / 2 / 1e12)
+    assert metrics["perf/update_balance"] == 1
+    fill = [sum(lengths[i] for i in rows) for rows in pack(lengths, 45)]
+    assert metrics["perf/packing"] == pytest.approx(sum(fill[:-1]) / (len(fill) - 1) / 45)
 
 
 def test_an_update_learns_from_the_sign_of_the_advantage(make_actor):

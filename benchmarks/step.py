@@ -1,0 +1,136 @@
+"""How fast a whole GRPO step is: rollout, update and weight sync on the same devices, with a trivial reward.
+
+    python -m benchmarks.step                                       # 1.5B shape, 64 x 8 samples, 128 + 512 tokens
+    python -m benchmarks.step lengths=lognormal response=4096       # responses of a mean of 600 tokens, sigma 0.8
+    torchrun --nproc-per-node 4 -m benchmarks.step prompts=256
+
+Settings, as key=value: shape, prompts, samples, prompt, response (tokens), lengths (forced or lognormal), rounds,
+memory_fraction, options (SGLang's own), folder, and the actor's own as actor.*.
+"""
+
+import asyncio
+import math
+import random
+import statistics
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.shapes import SHAPES, make
+from grpo.advantages import compute_advantages
+from grpo.batch import jagged, lengths_of, make_batch
+from grpo.config import load, option
+from grpo.losses import AlgorithmConfig
+from workers.actor import ActorConfig, ActorWorker
+from workers.engines.sglang_engine import SGLangEngine
+from workers.parallel.mesh import join, make_layout, pick_device
+from workers.parallel.policy import ModelConfig
+from workers.rollout import RolloutConfig, RolloutWorker
+from workers.sharding import ShardingManager
+
+
+@dataclass
+class Settings:
+    shape: str = option("qwen2.5-1.5b", "")
+    prompts: int = option(64, "")
+    samples: int = option(8, "")
+    prompt: int = option(128, "")
+    response: int = option(512, "")
+    lengths: str = option("forced", "")
+    rounds: int = option(3, "")
+    memory_fraction: float = option(0.35, "")
+    engine_tp: int = option(1, "")
+    device: str = option("auto", "")
+    options: dict[str, Any] = option({}, "")
+    folder: str = option("/tmp/shapes", "")
+    actor: ActorConfig = option(ActorConfig, "")
+
+
+class UnevenEngine(SGLangEngine):
+    """An engine that ends every response at a length of its own, drawn from a log-normal with a mean of 600 tokens."""
+
+    async def _answer(self, index, prompt, samples, sampling):
+        draw = random.Random(f"{sampling.seed} {index}")
+        parts = []
+        for _ in range(samples):
+            length = int(draw.lognormvariate(math.log(600) - 0.32, 0.8))
+            length = min(max(length, 1), sampling.max_new_tokens)
+            alone = type(sampling)(**{**vars(sampling), "max_new_tokens": length})
+            parts.append(super()._answer(index, prompt, 1, alone))
+        answers = await asyncio.gather(*parts)
+        return index, [response for _, responses in answers for response in responses]
+
+
+def main() -> None:
+    settings = load(Settings, None, sys.argv[1:])
+    device = pick_device(settings.device)
+    join(device, 300.0)
+    world, controls = dist.get_world_size(), dist.get_rank() == 0
+    model = ModelConfig(path=make(settings.shape, Path(settings.folder), device))
+    engines_count = world // settings.engine_tp
+    config = RolloutConfig(
+        engine="sglang",
+        tensor_parallel=settings.engine_tp,
+        max_response_tokens=settings.response,
+        concurrent_samples=settings.prompts * settings.samples // engines_count,
+        memory_fraction=settings.memory_fraction,
+        sglang=settings.options,
+    )
+    config.check(world, world)
+    engines = make_layout(device, 1, settings.engine_tp)
+    kind = {"forced": SGLangEngine, "lognormal": UnevenEngine}[settings.lengths]
+    engine = kind(model, config, engines, engines.part)
+    layout = make_layout(device, settings.actor.replicate, settings.actor.tensor_parallel)
+    algorithm = AlgorithmConfig(prompts_per_step=settings.prompts, samples_per_prompt=settings.samples)
+    actor = ActorWorker(model, settings.actor, algorithm, layout, 1.0, 100)
+    worker = RolloutWorker(config, engine, engines, (), seed=0)
+    sharding = ShardingManager(actor, worker)
+    generator = torch.Generator().manual_seed(0)
+    rows = []
+    for round_ in range(settings.rounds + 2):
+        prompts = None
+        if controls:
+            drawn = torch.randint(
+                2, SHAPES[settings.shape][5], (settings.prompts, settings.prompt), generator=generator
+            )
+            prompts = make_batch({"tokens": jagged(list(drawn))})
+        dist.barrier()
+        begun = time.perf_counter()
+        with sharding.serving():
+            entered = time.perf_counter()
+            batch = worker.generate(prompts, settings.samples)
+            rolled = time.perf_counter()
+        if controls:
+            batch["group"] = torch.arange(settings.prompts).repeat_interleave(settings.samples)
+            batch["rewards"] = torch.tensor([float(tokens[-1] % 2) for tokens in batch["tokens"].unbind()])
+        batch = compute_advantages(batch, True)
+        ready = time.perf_counter()
+        metrics = actor.update(batch)
+        ended = time.perf_counter()
+        if controls:
+            tokens = sum(lengths_of(batch["tokens"]))
+            row = {"step": ended - begun, "rollout": rolled - entered, "sync": sharding.metrics["time/sync"]}
+            row |= {"update": ended - ready, "rest": ended - begun - (rolled - entered) - (ended - ready)}
+            row["rest"] -= row["sync"]
+            row |= {"tokens/s a device": tokens / row["step"] / world}
+            row |= {name: value for name, value in (metrics | worker.metrics).items() if name.startswith("perf/")}
+            rows.append(row)
+            print(f"round {round_}: {tokens} tokens, released {sharding.release}, " + describe(row), flush=True)
+    if controls:
+        kept = rows[2:]
+        print("median: " + describe({name: statistics.median(row[name] for row in kept) for name in kept[0]}))
+    engine.shutdown()
+    dist.destroy_process_group()
+
+
+def describe(row: dict[str, float]) -> str:
+    return ", ".join(f"{name} {value:,.0f}" if value > 100 else f"{name} {value:.3f}" for name, value in row.items())
+
+
+if __name__ == "__main__":
+    main()
