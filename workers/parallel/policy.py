@@ -4,6 +4,7 @@
 """
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -124,7 +125,7 @@ def load_policy(
         layer.self_attn.__class__ = packed_class(type(layer.self_attn))
         # The forward methods alone: FSDP's hooks stay outside. DTensors of any length cannot be traced (torch 2.13).
         if fuse and layout.slices == 1:
-            layer.forward = torch.compile(layer.forward, dynamic=True)
+            layer.forward = functools.partial(_for_any_length, torch.compile(layer.forward))
         if recompute == "full" or (recompute == "selective" and index % 2):
             layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
         if sum(parameter.numel() for parameter in layer.parameters()) >= SMALLEST_UNIT:
@@ -139,6 +140,16 @@ def load_policy(
     if not trains:
         policy.requires_grad_(False)
     return policy.train(trains)
+
+
+def _for_any_length(
+    compiled: Callable, hidden: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor], packing: Packing
+) -> torch.Tensor:
+    """A compiled layer, told that it will see other numbers of tokens and sequences, and that nothing else changes."""
+    for tensor in (hidden, *position_embeddings):
+        torch._dynamo.maybe_mark_dynamic(tensor, 1)
+    torch._dynamo.maybe_mark_dynamic(packing.starts, 0)
+    return compiled(hidden, position_embeddings=position_embeddings, packing=packing)
 
 
 def compute_dtype(config: ModelConfig, device: torch.device) -> torch.dtype:
