@@ -27,7 +27,8 @@ from workers.plan import Job, Peaks, Weights, advice, most_memory_fraction, most
 from workers.rollout import RolloutConfig
 from workers.sharding import ShardingManager
 
-KINDS = {"qwen2": False, "qwen2-tied": True, "qwen3": True, "llama": False}
+KINDS = {"qwen2": False, "qwen2-tied": True, "qwen3": True, "llama": False, "llama-odd": False}
+"""Tied or not. Two do not divide the rows of the odd one, which only shards may do."""
 GIB, H200 = 2**30, 141 * 10**9
 
 
@@ -35,8 +36,8 @@ GIB, H200 = 2**30, 141 * 10**9
 def models(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("models")
     for name, tied in KINDS.items():
-        # Sizes that two shards do not divide evenly.
-        model = make_model(name.split("-")[0], tied=tied, hidden=36, heads=4, kv_heads=2, head_dim=6, feed_forward=50)
+        sizes = {"hidden": 36, "heads": 4, "kv_heads": 2, "head_dim": 6, "feed_forward": 51 if "odd" in name else 50}
+        model = make_model(name.split("-")[0], tied=tied, **sizes)
         model.save_pretrained(folder / name)
     return folder
 
@@ -66,8 +67,10 @@ def test_parameters_are_counted_as_one_process_holds_them(kind, models, layout, 
     assert counts(models / kind, layout) == {name: getattr(weights, name) for name in ("held", "layer", "root")}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("shards", "slices"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize(
+    ("kind", "shards", "slices"),
+    [(kind, 2, 1) for kind in KINDS] + [(kind, 1, 2) for kind in KINDS if "odd" not in kind],
+)
 def test_parameters_are_counted_as_two_processes_hold_them(kind, shards, slices, models, two_processes, monkeypatch):
     monkeypatch.setattr(policy, "SMALLEST_UNIT", 0)
     weights = Weights.of(transformers.AutoConfig.from_pretrained(models / kind), shards, slices)
