@@ -75,7 +75,7 @@ def test_a_run_shows_its_plan_first_and_what_it_measured_after_the_second_step(s
         assert {name for name in row if name.startswith("memory/")} == names
     assert rows[1]["memory/update_peak_gib"] < rows[2]["memory/update_peak_gib"]
     out = capsys.readouterr().out
-    assert out.index("Memory predicted, GiB of 10.0") < out.index("It fits.") < out.index("step 1/3")
+    assert out.index("Memory predicted, GiB of 10.0") < out.index("It fits.") < out.index("Memory of the trainer, GiB")
     assert out.count("Memory of the trainer, GiB") == 1
     # `predicted` is nothing beside it: the model is tiny.
     assert ["update", "0.0", f"{rows[2]['memory/update_peak_gib']:.1f}"] in [line.split() for line in out.splitlines()]
