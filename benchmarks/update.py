@@ -24,7 +24,9 @@ from grpo.losses import AlgorithmConfig
 from workers.actor import ActorConfig, ActorWorker
 from workers.parallel.flops import Flops, peak_of
 from workers.parallel.mesh import join, make_layout, pick_device
-from workers.parallel.policy import ModelConfig, read_config
+from workers.parallel.policy import ModelConfig, compute_dtype, read_config
+from workers.plan import Job, gib, predict
+from workers.rollout import RolloutConfig
 
 
 @dataclass
@@ -83,6 +85,19 @@ def main() -> None:
             line += f", MFU {flops / median / peak:.1%}" if peak else ""
             line += f"; peak memory {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB"
         print(line)
+        job = Job(
+            read_config(model),
+            compute_dtype(model, device),
+            settings.actor,
+            RolloutConfig(engine="sglang"),
+            fuse=settings.actor.fuses(device),
+            shards=layout.shards,
+            total=0,
+            samples=count // layout.parts,
+            longest=settings.length,
+            rows=0,
+        )
+        print(f"predicted peak memory: {gib(sum(predict(job)['update'].values()))}")
     dist.destroy_process_group()
 
 

@@ -4,8 +4,8 @@ Every process runs these lines. On the controller (rank 0) `batch` is the global
 worker methods split it over the ranks and collect what they return (workers/dispatch.py).
 """
 
-from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,12 +23,14 @@ from grpo.data import Prompt, Prompts, PromptStream, load_prompts
 from rewards import RewardPool
 from trainer.checkpoint import Checkpoints
 from trainer.config import TrainConfig, sizes_table
+from trainer.memory import job_of, measured_table, plan_table
 from trainer.report import closing_table, read_metrics
 from trainer.tracking import Stopwatch, Tracker
 from workers.actor import ActorWorker
 from workers.dispatch import on_controller
 from workers.parallel.mesh import make_layout
 from workers.parallel.policy import ModelConfig, read_config, read_tokenizer
+from workers.plan import Parts, Peaks, advice, predict
 from workers.ref import RefWorker
 from workers.rollout import RolloutWorker, make_engine
 from workers.sharding import ShardingManager
@@ -43,10 +45,13 @@ class Trainer:
         self.stack = ExitStack()
         self.held_out: Sequence[Prompt] = []  # on the controller alone, as is the tracker
         self.tracker: Tracker | None = None
-        self.watch = Stopwatch(device.type == "cuda")
+        self.plan: dict[str, Parts] = {}  # on the controller, as is the tracker, and of a GPU alone
+        self.peaks = Peaks(device.type == "cuda")
+        self.watch = Stopwatch(device.type == "cuda", self.peaks)
         self.checkpoints = Checkpoints(run_folder, config.checkpoint.keep)
         resumed = self.checkpoints.newest() if config.checkpoint.resume else None
         self.step = 0 if resumed is None else self.checkpoints.progress(resumed)["step"]
+        self.began_after = self.step
         on_controller(lambda: self._open_controller(resumed))
         layout = make_layout(device, config.actor.replicate, config.actor.tensor_parallel)
         # First of all, as it takes its share of the memory that it finds free; the prompts are shared out among the
@@ -66,7 +71,7 @@ class Trainer:
         self.rollout = RolloutWorker(
             config.rollout, engine, engines, stop_tokens(config.model), config.seed, self.show_progress
         )
-        self.sharding = ShardingManager(self.actor, self.rollout, self.ref)
+        self.sharding = ShardingManager(self.actor, self.rollout, self.ref, self.peaks)
         if resumed is not None:
             self.checkpoints.load(resumed, self.actor)
 
@@ -88,13 +93,28 @@ class Trainer:
         self.pool = self.stack.enter_context(RewardPool(config.rewards))
         self.tracker = Tracker(config.tracking, self.run_folder, config.steps, asdict(config), self.step)
         self.stack.enter_context(self.tracker)
-        self.watch = Stopwatch(self.device.type == "cuda", self.tracker.phase)
+        self.watch = Stopwatch(self.device.type == "cuda", self._phase)
         (self.run_folder / "config.yaml").write_text(to_yaml(config))
         self.tracker.say(sizes_table(config, dist.get_world_size()))
+        if self.device.type == "cuda":
+            self._plan_memory(torch.cuda.mem_get_info()[1])
         if resumed is None:
             self.checkpoints.start_anew()
         else:
             self.tracker.say(f"Going on after step {self.step} from {resumed}.")
+
+    def _plan_memory(self, total: int) -> None:
+        """Show what a GPU of `total` bytes will be asked for, and what would help where that is too much."""
+        job = job_of(self.config, dist.get_world_size(), self.device, total)
+        self.plan = predict(job)
+        self.tracker.say(plan_table(self.plan, total))
+        for sentence in advice(job):
+            self.tracker.say(sentence)
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        with self.tracker.phase(name), self.peaks(name):
+            yield
 
     def run(self) -> None:
         """Train to the last step."""
@@ -218,8 +238,12 @@ class Trainer:
         if "time/step" in times and "tokens/total" in metrics:
             rate = metrics["tokens/total"] / times["time/step"] / dist.get_world_size()
             metrics["throughput/tokens_per_second_per_gpu"] = rate
+        peaks = self.peaks.metrics()
         if metrics:
-            self.tracker.log(self.step, {**metrics, **times})
+            self.tracker.log(self.step, {**metrics, **times, **peaks})
+        # The first update has no optimizer state yet.
+        if self.plan and self.step == self.began_after + 2:
+            self.tracker.say(measured_table(self.plan, peaks))
 
 
 def attach(batch: TensorDict | None, fields: TensorDict | None) -> None:

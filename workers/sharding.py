@@ -21,14 +21,12 @@ from workers.actor import ActorWorker
 from workers.engines.protocol import CUDA_GRAPH, KV_CACHE, WEIGHTS, Bucket, EngineFailure
 from workers.parallel.gather import Gatherer
 from workers.parallel.policy import PREFIX
+from workers.plan import MARGIN, Peaks
 from workers.ref import RefWorker
 from workers.rollout import RolloutWorker
 
 RELEASES = {"none": (), "kv": (KV_CACHE,), "kv+weights": (KV_CACHE, WEIGHTS), "all": (KV_CACHE, WEIGHTS, CUDA_GRAPH)}
 """What the engine lets go of while the trainer works, by the names of rollout.release, from least to most."""
-
-MARGIN = 0.05
-"""The share of a GPU's memory that `auto` leaves unused, for what a later step needs beyond the fullest so far."""
 
 ROUNDING = 0.15
 """A larger mean difference of log-probabilities is more than two ways to compute in bfloat16 explain."""
@@ -46,11 +44,14 @@ class ShardingManager:
     """Moves the actor's weights into the rollout engine and guards that nothing samples from stale ones.
 
     `metrics` tells of the last time that the engine served: seconds of each phase (time/sync/NAME) and of all
-    (time/sync), and bytes sent (sync/bytes).
+    (time/sync), and bytes sent (sync/bytes). `peaks`: what the memory is watched by, where others watch it too.
     """
 
-    def __init__(self, actor: ActorWorker, rollout: RolloutWorker, ref: RefWorker | None = None) -> None:
+    def __init__(
+        self, actor: ActorWorker, rollout: RolloutWorker, ref: RefWorker | None = None, peaks: Peaks | None = None
+    ) -> None:
         self.actor, self.rollout, self.ref = actor, rollout, ref
+        self.peaks = peaks or Peaks(actor.layout.device.type == "cuda")
         self.engine, config = rollout.engine, rollout.config
         parameters = {name.removeprefix(PREFIX): p for name, p in actor.policy.named_parameters()}
         self.gatherer = Gatherer(parameters, actor.layout, self.engine.dtype, config.bucket_megabytes * 2**20)
@@ -131,7 +132,7 @@ class ShardingManager:
         free, total = torch.cuda.mem_get_info()
         gives = {"none": 0, "kv": self.kv_bytes, "kv+weights": self.kv_bytes + self.weight_bytes}
         awake = total - free - torch.cuda.memory_reserved() + gives[self.release]
-        room = total * (1 - MARGIN) - awake - torch.cuda.max_memory_reserved()
+        room = total * (1 - MARGIN) - awake - self.peaks.most_reserved()
         names = list(gives)
         fits = [i for i, name in enumerate(names) if room + gives[name] >= 0]
         # One choice for all: they take part in one another's updates.
@@ -182,7 +183,8 @@ class ShardingManager:
     def _phase(self, name: str) -> Iterator[None]:
         begun = time.perf_counter()
         try:
-            yield
+            with self.peaks("sync"):
+                yield
         finally:
             self.metrics[f"time/sync/{name}"] += time.perf_counter() - begun
 

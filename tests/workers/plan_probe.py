@@ -1,0 +1,57 @@
+"""Run by test_plan.py under torchrun: how many parameters each rank really holds and gathers.
+
+    torchrun --nproc-per-node N plan_probe.py MODELS OUT TENSOR [TENSOR ...]
+
+leaves OUT/KIND-N-TENSOR.pt with the counts of the rank that holds most.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from workers.parallel import policy
+from workers.parallel.mesh import Layout, join, make_layout, pick_device
+from workers.parallel.policy import ModelConfig, load_policy
+
+
+def local(parameter: torch.Tensor) -> int:
+    return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).numel()
+
+
+def counts(folder: Path, layout: Layout) -> dict[str, int]:
+    """Parameters of this rank: held, and while all are gathered those of a layer and of what is left."""
+    model = load_policy(ModelConfig(path=str(folder)), layout)
+    held = sum(local(parameter) for parameter in model.parameters())
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.unshard()
+    layers = [sum(map(local, layer.parameters())) for layer in model.causal_lm.model.layers]
+    whole = sum(map(local, model.parameters()))
+    model.reshard_all()
+    return {"held": held, "layer": layers[0], "root": whole - sum(layers)}
+
+
+def main() -> None:
+    models, out = Path(sys.argv[1]), Path(sys.argv[2])
+    device = pick_device("cpu")
+    join(device, 120.0)
+    policy.SMALLEST_UNIT = 0
+    for tensor in map(int, sys.argv[3:]):
+        layout = make_layout(device, 1, tensor)
+        for folder in sorted(models.iterdir()):
+            if folder.name.endswith("odd") and tensor > 1:
+                continue
+            everyone = [None] * dist.get_world_size()
+            dist.all_gather_object(everyone, counts(folder, layout))
+            if dist.get_rank() == 0:
+                most = max(everyone, key=lambda held: held["held"])
+                torch.save(most, out / f"{folder.name}-{dist.get_world_size()}-{tensor}.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,428 @@
+"""The memory plan against what FSDP really holds, what autograd really saves, and what an update really takes."""
+
+import dataclasses
+import functools
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import transformers
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from examples.countdown import make_model
+from tests.workers.plan_probe import counts
+from workers import plan
+from workers.actor import ActorConfig
+from workers.parallel import attention, policy
+from workers.parallel.attention import Packing, packed_self_attention
+from workers.parallel.policy import ModelConfig, load_policy
+from workers.plan import Job, Peaks, Weights, advice, most_memory_fraction, most_tokens, predict
+from workers.rollout import RolloutConfig
+from workers.sharding import ShardingManager
+
+KINDS = {"qwen2": False, "qwen2-tied": True, "qwen3": True, "llama": False, "llama-odd": False}
+"""Tied or not. Two do not divide the rows of the odd one, which only shards may do."""
+GIB, H200 = 2**30, 141 * 10**9
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    for name, tied in KINDS.items():
+        sizes = {"hidden": 36, "heads": 4, "kv_heads": 2, "head_dim": 6, "feed_forward": 51 if "odd" in name else 50}
+        model = make_model(name.split("-")[0], tied=tied, **sizes)
+        model.save_pretrained(folder / name)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def two_processes(models, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("plan")
+    probe = Path(__file__).with_name("plan_probe.py")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    subprocess.run(
+        [*command, str(probe), str(models), str(out), "1", "2"],
+        check=True,
+        timeout=200,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        cwd=Path(__file__).parents[2],
+    )
+    return out
+
+
+# parameters
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_parameters_are_counted_as_one_process_holds_them(kind, models, layout, monkeypatch):
+    monkeypatch.setattr(policy, "SMALLEST_UNIT", 0)
+    weights = Weights.of(transformers.AutoConfig.from_pretrained(models / kind), 1, 1)
+    assert counts(models / kind, layout) == {name: getattr(weights, name) for name in ("held", "layer", "root")}
+
+
+@pytest.mark.parametrize(
+    ("kind", "shards", "slices"),
+    [(kind, 2, 1) for kind in KINDS] + [(kind, 1, 2) for kind in KINDS if "odd" not in kind],
+)
+def test_parameters_are_counted_as_two_processes_hold_them(kind, shards, slices, models, two_processes, monkeypatch):
+    monkeypatch.setattr(policy, "SMALLEST_UNIT", 0)
+    weights = Weights.of(transformers.AutoConfig.from_pretrained(models / kind), shards, slices)
+    seen = torch.load(two_processes / f"{kind}-2-{slices}.pt", weights_only=False)
+    assert seen == {name: getattr(weights, name) for name in ("held", "layer", "root")}
+
+
+def test_small_layers_are_gathered_with_the_embeddings(models):
+    config = transformers.AutoConfig.from_pretrained(models / "qwen3")
+    weights = Weights.of(config, 2, 1)
+    assert (weights.layer, weights.root) == (0, weights.whole)
+
+
+# activations
+
+
+@torch.library.custom_op("plan::attention", mutates_args=())
+def varlen(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What torch's varlen attention takes and hands on, without its arithmetic, which no CPU has."""
+    return torch.zeros_like(query), query.new_zeros(query.shape[:2], dtype=torch.float32)
+
+
+@varlen.register_fake
+def _(query, key, value):
+    return torch.empty_like(query), query.new_empty(query.shape[:2], dtype=torch.float32)
+
+
+@torch.library.custom_op("plan::attention_backward", mutates_args=())
+def varlen_backward(saved: list[torch.Tensor], grad: torch.Tensor) -> list[torch.Tensor]:
+    return [torch.zeros_like(tensor) for tensor in saved[:3]]
+
+
+@varlen_backward.register_fake
+def _(saved, grad):
+    return [torch.empty_like(tensor) for tensor in saved[:3]]
+
+
+varlen.register_autograd(
+    lambda ctx, grad, _: tuple(varlen_backward(list(ctx.saved_tensors), grad)),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs, *output),
+)
+
+
+@pytest.fixture
+def as_on_cuda(monkeypatch):
+    monkeypatch.setattr(attention, "packed_attention", lambda q, k, v, scaling, packing: varlen(q, k, v)[0])
+
+
+def saved_by_a_layer(kind: str, dtype: torch.dtype, fuse: bool) -> tuple[float, transformers.PretrainedConfig]:
+    """Bytes of storages other than parameters and the shared angles that one layer saves for each token."""
+    model = make_model(kind, hidden=64, heads=8, kv_heads=2, head_dim=16, feed_forward=192).to(dtype)
+    layer, tokens, saved = model.model.layers[0], 96, {}
+    layer.self_attn.forward = functools.partial(packed_self_attention, layer.self_attn)
+    forward = layer.forward
+    if fuse:
+        # The passes that torch.compile's default takes, without compiling kernels.
+        torch._dynamo.reset()
+        forward = torch.compile(forward, dynamic=True, backend="aot_eager_decomp_partition")
+    hidden = torch.randn(1, tokens, 64, dtype=dtype, requires_grad=True)
+    packing = Packing.of([tokens], torch.device("cpu"))
+    angles = model.model.rotary_emb(hidden, packing.positions[None])
+    shared = {tensor.untyped_storage().data_ptr() for tensor in [*model.parameters(), *angles]}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in shared:
+            saved[storage.data_ptr()] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = forward(hidden, position_embeddings=angles, packing=packing)
+    assert out.requires_grad
+    return sum(storage.nbytes() for storage in saved.values()) / tokens, model.config
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("fuse", [False, True])
+def test_a_layer_saves_what_the_formula_says(kind, dtype, fuse, as_on_cuda):
+    saved, config = saved_by_a_layer(kind, dtype, fuse)
+    assert plan.activations(config, 1, dtype, fuse) == pytest.approx(saved, rel=0.02)
+
+
+class Live(TorchDispatchMode):
+    """Follows the bytes of all storages that operations made, in `now`, and their most, in `most`."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen, self.now, self.most = {}, 0, 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        result = function(*arguments, **(options or {}))
+        for tensor in tree_leaves((result, options)):
+            if isinstance(tensor, torch.Tensor):
+                tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+                reference = StorageWeakRef(tensor.untyped_storage())
+                self.seen.setdefault(reference.cdata, reference)
+        self.count()
+        return result
+
+    def count(self) -> int:
+        alive = {c: torch.UntypedStorage._new_with_weak_ptr(c) for c in self.seen}
+        self.seen = {c: self.seen[c] for c, storage in alive.items() if storage is not None}
+        self.now = sum(storage.nbytes() for storage in alive.values() if storage is not None)
+        self.most = max(self.most, self.now)
+        return self.now
+
+
+def job_like(config, **changes) -> Job:
+    """A job of the embedded engine on one process, in bfloat16 and eager, of 8 samples with 128 tokens."""
+    job = Job(config, torch.bfloat16, ActorConfig(), RolloutConfig(), False, 1, H200, 8, 128, 8)
+    return dataclasses.replace(job, **changes)
+
+
+def learn(model: policy.Policy, micros: int, samples: int = 8, length: int = 128) -> Live:
+    """`micros` passes there and back over samples x length tokens each, the last of which reduces the gradients."""
+    tokens, lengths, wanted = packed(samples, length)
+    live = Live()
+    with live:
+        for micro in range(micros):
+            model.set_requires_gradient_sync(micro == micros - 1)
+            model(tokens, lengths, wanted, 1.0, loss=lambda logprobs, entropy, here: logprobs.sum()).backward()
+    return live
+
+
+def packed(samples: int, length: int) -> tuple[torch.Tensor, list[int], torch.Tensor]:
+    wanted = torch.cat([torch.arange(1, length) + length * i for i in range(samples)])
+    return torch.randint(2, 118, (samples * length,)), [length] * samples, wanted
+
+
+def working(parts: dict[str, int]) -> int:
+    """The bytes of a phase beyond what is held throughout."""
+    return sum(parts.get(what, 0) for what in ("gathered", "activations", "gradients", "head"))
+
+
+@pytest.fixture
+def wide(tmp_path, monkeypatch):
+    """Makes policies of four layers that are gathered alone, in bfloat16, of a kind."""
+    monkeypatch.setattr(policy, "SMALLEST_UNIT", 0)
+
+    def make(kind: str, layout, sizes: dict[str, int] | None = None, **settings):
+        make_model(kind, layers=4, seed=1, **(sizes or {})).save_pretrained(tmp_path)
+        return load_policy(ModelConfig(path=str(tmp_path), dtype="bfloat16"), layout, **settings)
+
+    return make
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("micros", [1, 3])
+def test_an_update_takes_what_is_predicted(kind, recompute, micros, wide, layout, as_on_cuda):
+    model = wide(kind, layout, recompute=recompute)
+    live = learn(model, micros)
+    actor = ActorConfig(max_tokens_per_microbatch=1024, recompute=recompute)
+    parts = predict(job_like(model.causal_lm.config, actor=actor, samples=8 * micros))["update"]
+    assert working(parts) == pytest.approx(live.most, rel=0.1)
+
+
+@pytest.mark.parametrize("micros", [1, 2])
+@pytest.mark.parametrize("reshard", [True, False])
+def test_gradients_and_gathered_weights_of_an_update_are_predicted(micros, reshard, wide, layout, as_on_cuda):
+    # With so few tokens nothing else counts.
+    model = wide("qwen2", layout, {"hidden": 128, "feed_forward": 512}, reshard=reshard)
+    model.set_reshard_after_backward(reshard)
+    live = learn(model, micros, 1, 8)
+    actor = ActorConfig(max_tokens_per_microbatch=8, reshard=reshard)
+    parts = predict(job_like(model.causal_lm.config, actor=actor, samples=micros, longest=8))["update"]
+    assert working(parts) == pytest.approx(live.most, rel=0.12)
+
+
+def test_logprobs_take_what_is_predicted(wide, layout, as_on_cuda):
+    model = wide("qwen2", layout, {"feed_forward": 512}, trains=False)
+    live = Live()
+    with live, torch.no_grad():
+        model(*packed(8, 128), 1.0, entropy=False)
+    actor = ActorConfig(max_tokens_per_microbatch=1024)
+    parts = predict(job_like(model.causal_lm.config, actor=actor, reference=True))["ref"]
+    assert working(parts) == pytest.approx(live.most, rel=0.1)
+
+
+# known models
+
+
+SHAPES = {
+    "1.5b": {"hidden": 1536, "layers": 28, "heads": 12, "kv_heads": 2, "feed_forward": 8960, "vocab": 151936},
+    "7b": {"hidden": 3584, "layers": 28, "heads": 28, "kv_heads": 4, "feed_forward": 18944, "vocab": 152064},
+}
+
+
+def qwen(size: str) -> transformers.PretrainedConfig:
+    shape = SHAPES[size]
+    return transformers.Qwen2Config(
+        hidden_size=shape["hidden"],
+        num_hidden_layers=shape["layers"],
+        num_attention_heads=shape["heads"],
+        num_key_value_heads=shape["kv_heads"],
+        intermediate_size=shape["feed_forward"],
+        vocab_size=shape["vocab"],
+        tie_word_embeddings=size == "1.5b",
+    )
+
+
+def on_h200(size: str, shards: int = 1, actor: dict | None = None, rollout: dict | None = None, **changes) -> Job:
+    settings = {"actor": ActorConfig(**(actor or {})), "rollout": RolloutConfig(engine="sglang", **(rollout or {}))}
+    usual = {"shards": shards, "samples": 64, "longest": 2048, "fuse": True}
+    return job_like(qwen(size), **usual | settings | changes)
+
+
+@pytest.mark.parametrize(("size", "parameters"), [("1.5b", 1_543_714_304), ("7b", 7_615_616_512)])
+@pytest.mark.parametrize("shards", [1, 4])
+def test_what_rests_is_sixteen_bytes_a_parameter_less_the_gradients_over_the_shards(size, parameters, shards):
+    parts = predict(on_h200(size, shards, reference=True))["rest"]
+    assert parts["weights"] == pytest.approx(4 * parameters / shards, rel=1e-4)
+    assert parts["optimizer"] == 2 * parts["weights"]
+    assert parts["reference"] == parts["weights"] / 2
+
+
+@pytest.mark.parametrize(
+    ("fuse", "reshard", "measured"), [(False, True, 69.5), (True, True, 51.4), (True, False, 53.8)]
+)
+def test_an_update_of_the_smaller_one_on_one_h200_took_what_is_predicted(fuse, reshard, measured):
+    # python -m benchmarks.update: 16 sequences of 1024 tokens in one micro-batch.
+    job = on_h200("1.5b", actor={"reshard": reshard}, fuse=fuse, samples=16, longest=1024)
+    assert sum(predict(job)["update"].values()) / GIB == pytest.approx(measured, rel=0.02)
+
+
+@pytest.mark.parametrize(("release", "left"), [("auto", 0), ("kv", 3_087_428_608), ("none", H200 // 2)])
+def test_the_engine_is_there_as_far_as_it_is_not_released(release, left):
+    job = on_h200("1.5b", rollout={"release": release, "bucket_megabytes": 100})
+    phases = predict(job)
+    assert [phases[name]["SGLang"] for name in ("rest", "update")] == [left, left]
+    assert phases["sync"]["SGLang"] == max(left, 3_087_428_608)
+    assert phases["rollout"]["SGLang"] == H200 // 2
+    assert phases["sync"]["buckets"] == 2 * 151936 * 1536  # the embeddings are larger than a bucket
+    phases = predict(dataclasses.replace(job, shards=2))
+    assert phases["sync"]["buckets"] == 2 * 2 * 151936 * 1536
+
+
+def test_what_is_offloaded_is_not_there_while_the_engine_serves():
+    offload = ["optimizer", "parameters"]
+    phases = predict(on_h200("1.5b", actor={"offload": offload}))
+    assert (phases["sync"]["optimizer"], phases["sync"]["weights"]) == (0, phases["rest"]["weights"])
+    assert sum(phases["rollout"].values()) == phases["rollout"]["SGLang"]
+    assert phases["update"]["optimizer"] == phases["rest"]["optimizer"] > 0
+
+
+# what fits
+
+
+def largest(job: Job) -> int:
+    return max(sum(parts.values()) for parts in predict(job).values())
+
+
+@pytest.mark.parametrize(("size", "shards"), [("1.5b", 1), ("1.5b", 4), ("7b", 4)])
+def test_the_largest_settings_fit_and_larger_ones_do_not(size, shards):
+    job, room = on_h200(size, shards), H200 * (1 - plan.MARGIN)
+    tokens, fraction = most_tokens(job, job.weights()), most_memory_fraction(job, job.weights())
+    assert tokens % 1024 == 0
+    assert largest(job.with_settings({"max_tokens_per_microbatch": tokens}, {"memory_fraction": fraction})) <= room
+    assert largest(job.with_settings({"max_tokens_per_microbatch": tokens + 1024})) > room or tokens == job.learned
+    assert largest(job.with_settings(rollout={"memory_fraction": fraction + 0.05})) > room
+    limits = f"actor.max_tokens_per_microbatch={tokens}, rollout.memory_fraction={fraction:g}"
+    assert advice(job.with_settings({"max_tokens_per_microbatch": 2048})) == [
+        f"It fits. The largest that would, each alone: {limits}."
+    ]
+
+
+def test_no_more_tokens_are_suggested_than_an_update_has():
+    job = on_h200("1.5b", samples=3, longest=1000)
+    assert most_tokens(job, job.weights()) == 3072
+
+
+def test_a_phase_that_does_not_fit_is_named_with_what_is_enough():
+    update, *others = advice(on_h200("7b", 4, {"max_tokens_per_microbatch": 32768}))
+    assert not others
+    assert update.startswith("update is predicted to need 19")
+    assert " of 124.8 GiB; enough alone: actor.max_tokens_per_microbatch=" in update
+    assert "actor.recompute=full" in update
+    assert "offload" not in update  # it is all there in an update
+    rollout = advice(on_h200("7b", 4, {"recompute": "full"}, {"memory_fraction": 0.9}))
+    assert [sentence.split()[0] for sentence in rollout] == ["rollout"]
+    assert "rollout.memory_fraction=0.75, actor.offload=[optimizer,parameters]." in rollout[0]
+    assert "recompute" not in rollout[0]
+
+
+def test_where_nothing_is_enough_what_helps_is_named():
+    sentences = {sentence.split()[0]: sentence for sentence in advice(on_h200("7b", 1, reference=True))}
+    assert sentences.keys() == {"rollout", "update"}
+    less = "not enough alone, but less: actor.recompute=selective, actor.recompute=full, twice as many GPUs."
+    assert sentences["update"].endswith(less)
+
+
+# measured
+
+
+class Allocator:
+    """What torch counts of a device's memory, in `allocated` and `reserved`."""
+
+    def __init__(self, monkeypatch):
+        self.allocated = self.reserved = self.most_allocated = self.most_reserved = 0
+        monkeypatch.setattr("torch.cuda.max_memory_allocated", lambda: self.most_allocated)
+        monkeypatch.setattr("torch.cuda.max_memory_reserved", lambda: self.most_reserved)
+        monkeypatch.setattr("torch.cuda.memory_reserved", lambda: self.reserved)
+        monkeypatch.setattr("torch.cuda.reset_peak_memory_stats", lambda: self.use(self.allocated, self.reserved, True))
+
+    def use(self, allocated: int, reserved: int, anew: bool = False) -> None:
+        self.allocated, self.reserved = allocated, reserved
+        self.most_allocated = allocated if anew else max(self.most_allocated, allocated)
+        self.most_reserved = reserved if anew else max(self.most_reserved, reserved)
+
+
+def test_each_phase_has_its_own_peak_and_nested_ones_count_for_both(monkeypatch):
+    allocator, peaks = Allocator(monkeypatch), Peaks(cuda=True)
+    allocator.use(9 * GIB, 10 * GIB)  # before any phase
+    allocator.use(1 * GIB, 10 * GIB)
+    with peaks("update"):
+        allocator.use(3 * GIB, 10 * GIB)
+        allocator.use(2 * GIB, 4 * GIB)
+        with peaks("sync"):
+            allocator.use(5 * GIB, 6 * GIB)
+            allocator.use(2 * GIB, 6 * GIB)
+    with peaks("sync"):
+        allocator.use(4 * GIB, 6 * GIB)
+    with peaks("rewards"):
+        allocator.use(8 * GIB, 8 * GIB)
+    assert peaks.metrics() == {"memory/update_peak_gib": 5, "memory/sync_peak_gib": 5}
+    assert peaks.metrics() == {}
+    assert peaks.most_reserved() == 10 * GIB
+    allocator.use(8 * GIB, 12 * GIB)
+    assert peaks.most_reserved() == 12 * GIB
+
+
+def test_on_a_cpu_nothing_is_measured():
+    peaks = Peaks(cuda=False)
+    with peaks("update"):
+        pass
+    assert peaks.metrics() == {}
+
+
+@pytest.mark.parametrize(("fullest", "release"), [(70, "none"), (100, "kv"), (125, "kv+weights")])
+def test_what_the_engine_keeps_is_decided_by_the_fullest_moment_also_after_a_look(
+    fullest, release, monkeypatch, layout
+):
+    allocator, peaks = Allocator(monkeypatch), Peaks(cuda=True)
+    with peaks("update"):
+        allocator.use(0, fullest * GIB)
+        allocator.use(0, 20 * GIB)
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (110 * GIB, 131 * GIB))
+    manager = object.__new__(ShardingManager)
+    on_cuda = SimpleNamespace(layout=SimpleNamespace(device=torch.device("cuda")), version=1)
+    manager.actor, manager.rollout, manager.peaks = on_cuda, SimpleNamespace(config=RolloutConfig()), peaks
+    manager.first_version, manager.release = 0, "kv+weights"
+    manager.kv_bytes, manager.weight_bytes = 40 * GIB, 3 * GIB
+    manager._choose_release()
+    assert manager.release == release
