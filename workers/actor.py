@@ -13,6 +13,7 @@ from grpo.config import ConfigError, choose, option
 from grpo.losses import AlgorithmConfig, grpo_loss, imitation_loss
 from grpo.packing import pack
 from workers.dispatch import Worker, dispatched
+from workers.parallel.lora import LoraConfig
 from workers.parallel.mesh import Layout
 from workers.parallel.policy import ModelConfig, Policy, load_policy
 
@@ -50,6 +51,7 @@ class ActorConfig:
         [],
         "What waits in the host's memory while the engine serves: optimizer, parameters. Gradients are freed always.",
     )
+    lora: LoraConfig = option(LoraConfig, "")
 
     def check(self) -> None:
         """Raise ConfigError for the first value that cannot work."""
@@ -62,6 +64,7 @@ class ActorConfig:
                 raise ConfigError(f"actor.{name}={getattr(self, name)} must be above 0.")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ConfigError(f"actor.betas={self.betas} must be two numbers of at least 0 and below 1.")
+        self.lora.check(self.tensor_parallel)
 
     def fuses(self, device: torch.device) -> bool:
         """Whether layers are compiled for `device`."""
@@ -165,11 +168,16 @@ class ActorWorker(Worker):
         self.config, self.algorithm, self.temperature = config, algorithm, temperature
         self.total_updates = total_updates
         self.policy = load_policy(
-            model, layout, fuse=config.fuses(layout.device), recompute=config.recompute, reshard=config.reshard
+            model,
+            layout,
+            fuse=config.fuses(layout.device),
+            recompute=config.recompute,
+            reshard=config.reshard,
+            lora=config.lora,
         )
         self.parameters = list(self.policy.parameters())
         self.optimizer = torch.optim.AdamW(
-            self.parameters,
+            [parameter for parameter in self.parameters if parameter.requires_grad],
             lr=config.learning_rate,
             betas=tuple(config.betas),
             weight_decay=config.weight_decay,
