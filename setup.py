@@ -1,4 +1,4 @@
-"""Packaging. `pip install -e .` for the trainer, `.[test]` for its tests, `.[sglang]` for GPU rollouts."""
+"""Packaging. `pip install -e .` for the trainer, `.[test]` its tests, `.[lora]` adapters, `.[sglang]` GPU rollouts."""
 
 from setuptools import find_packages, setup
 
@@ -22,7 +22,8 @@ setup(
         "matplotlib",
     ],
     extras_require={
-        "test": ["pytest>=8", "pytest-timeout", "hypothesis", "ruff", "tensorboard"],
+        "test": ["pytest>=8", "pytest-timeout", "hypothesis", "ruff", "tensorboard", "peft>=0.19,<0.22"],
+        "lora": ["peft>=0.19,<0.22"],
         "tensorboard": ["tensorboard"],
         "sglang": ["sglang>=0.5.17,<0.5.22"],
     },

@@ -8,6 +8,7 @@ import contextlib
 import json
 import shutil
 import warnings
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,15 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import transformers
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from grpo.config import ConfigError
 from workers.actor import ActorWorker
-from workers.parallel.policy import PREFIX, ModelConfig, read_config, read_tokenizer
+from workers.parallel.lora import LoraConfig, adapter_name
+from workers.parallel.policy import PREFIX, ModelConfig, local_folder, read_config, read_tokenizer
+
+TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)
+"""What a checkpoint holds: frozen weights stay in the folder that the run started from."""
 
 
 class Checkpoints:
@@ -51,12 +56,13 @@ class Checkpoints:
             shutil.rmtree(part, ignore_errors=True)
             part.mkdir(parents=True)
         dist.barrier()
-        model, optimizer = get_state_dict(actor.policy, actor.optimizer)
+        model, optimizer = get_state_dict(actor.policy, actor.optimizer, options=TRAINED)
         dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=part)
         torch.save(_random_states(), part / f"random-{dist.get_rank()}.pt")
         dist.barrier()
         if dist.get_rank() == 0:
             progress = {"step": step, "updates": actor.updates, "version": actor.version, "data": position}
+            progress["lora"] = asdict(actor.config.lora)
             (part / "progress.json").write_text(json.dumps(progress))
             part.rename(whole)
             for old in self.whole()[: -self.keep]:
@@ -66,15 +72,26 @@ class Checkpoints:
         dist.barrier()
 
     def progress(self, checkpoint: Path) -> dict[str, Any]:
-        """How far `checkpoint` is: its `step`, `updates` and `version`, and the `data`'s position."""
+        """How far `checkpoint` is: its `step`, `updates` and `version`, the `data`'s position, and what `lora` was."""
         return json.loads((checkpoint / "progress.json").read_text())
 
     def load(self, checkpoint: Path, actor: ActorWorker) -> int:
-        """Bring `actor` to `checkpoint`, whatever layout saved it; returns its step."""
+        """Bring `actor` to `checkpoint`, whatever layout saved it; returns its step.
+
+        Raises ConfigError where the checkpoint was trained with other settings of actor.lora.
+        """
         progress = self.progress(checkpoint)
-        model, optimizer = get_state_dict(actor.policy, actor.optimizer)
+        saved, present = LoraConfig(**progress.get("lora", {})), actor.config.lora
+        if saved != present and (saved.rank or present.rank):
+            raise ConfigError(
+                f"{checkpoint} was trained with actor.lora={asdict(saved)} and cannot go on with "
+                f"actor.lora={asdict(present)}: use the same settings, or start anew."
+            )
+        model, optimizer = get_state_dict(actor.policy, actor.optimizer, options=TRAINED)
         dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=checkpoint)
-        set_state_dict(actor.policy, actor.optimizer, model_state_dict=model, optim_state_dict=optimizer)
+        set_state_dict(
+            actor.policy, actor.optimizer, model_state_dict=model, optim_state_dict=optimizer, options=TRAINED
+        )
         actor.updates, actor.version = progress["updates"], progress["version"]
         states = checkpoint / f"random-{dist.get_rank()}.pt"
         if states.is_file():
@@ -85,8 +102,9 @@ class Checkpoints:
 def export(run_folder: Path, out: Path, model: ModelConfig, step: int | None = None) -> Path:
     """Write a run's checkpoint (the newest, or that of `step`) to `out` as a Hugging Face folder, in float32.
 
-    `model` names the folder the run started from, for its config and tokenizer. Needs no process group. Returns
-    the checkpoint. Raises ConfigError where there is no such checkpoint.
+    `model` names the folder the run started from, for its config and tokenizer, and for the weights where adapters
+    were trained, which are written merged. Needs no process group. Returns the checkpoint. Raises ConfigError where
+    there is no such checkpoint.
     """
     checkpoints = Checkpoints(run_folder, keep=1)
     wanted = checkpoints.newest() if step is None else checkpoints.folder / f"step-{step:08d}"
@@ -101,15 +119,34 @@ def export(run_folder: Path, out: Path, model: ModelConfig, step: int | None = N
             )
         )
     causal_lm = transformers.AutoModelForCausalLM.from_config(read_config(model), dtype=torch.float32)
-    weights = {f"{PREFIX}{name}": tensor for name, tensor in causal_lm.named_parameters()}
+    weights = dict(causal_lm.named_parameters())
+    lora = LoraConfig(**checkpoints.progress(wanted).get("lora", {}))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as it is meant to be here
-        dcp.load({"model": weights}, checkpoint_id=wanted, no_dist=True)
+        if lora.rank:
+            reader = dcp.HuggingFaceStorageReader(local_folder(model.path))
+            dcp.load(weights, storage_reader=reader, no_dist=True)
+            _add_adapters(wanted, lora, weights)
+        else:
+            weights = {f"{PREFIX}{name}": tensor for name, tensor in weights.items()}
+            dcp.load({"model": weights}, checkpoint_id=wanted, no_dist=True)
     causal_lm.save_pretrained(out)
     read_tokenizer(model).save_pretrained(out)
     with contextlib.suppress(OSError):  # a model folder need not have one
         transformers.GenerationConfig.from_pretrained(model.path).save_pretrained(out)
     return wanted
+
+
+def _add_adapters(checkpoint: Path, lora: LoraConfig, weights: dict[str, torch.Tensor]) -> None:
+    A, B = {}, {}
+    for name, weight in weights.items():
+        layer, _, kind = name.rpartition(".")
+        if kind == "weight" and layer.rpartition(".")[2] in lora.targets:
+            A[name], B[name] = torch.empty(lora.rank, weight.shape[1]), torch.empty(weight.shape[0], lora.rank)
+    saved = {PREFIX + adapter_name(name, which): m[name] for which, m in (("A", A), ("B", B)) for name in m}
+    dcp.load({"model": saved}, checkpoint_id=checkpoint, no_dist=True)
+    for name in A:
+        weights[name].data.addmm_(B[name], A[name], alpha=lora.scale)
 
 
 def _random_states() -> dict[str, torch.Tensor]:

@@ -67,7 +67,7 @@ class Trainer:
         )
         self.ref = None
         if config.algorithm.kl_coefficient:
-            self.ref = RefWorker(config.model, config.actor, layout, temperature)
+            self.ref = RefWorker(config.model, config.actor, layout, temperature, self.actor.policy)
         self.rollout = RolloutWorker(
             config.rollout, engine, engines, stop_tokens(config.model), config.seed, self.show_progress
         )

@@ -15,6 +15,7 @@ from grpo.losses import AlgorithmConfig, grpo_loss, imitation_loss
 from grpo.packing import pack
 from workers.dispatch import Worker, dispatched
 from workers.parallel.flops import Flops, peak_of
+from workers.parallel.lora import LoraConfig
 from workers.parallel.mesh import Layout
 from workers.parallel.policy import ModelConfig, Policy, load_policy, read_config
 
@@ -52,6 +53,7 @@ class ActorConfig:
         [],
         "What waits in the host's memory while the engine serves: optimizer, parameters. Gradients are freed always.",
     )
+    lora: LoraConfig = option(LoraConfig, "")
 
     def check(self) -> None:
         """Raise ConfigError for the first value that cannot work."""
@@ -64,6 +66,7 @@ class ActorConfig:
                 raise ConfigError(f"actor.{name}={getattr(self, name)} must be above 0.")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ConfigError(f"actor.betas={self.betas} must be two numbers of at least 0 and below 1.")
+        self.lora.check(self.tensor_parallel)
 
     def fuses(self, device: torch.device) -> bool:
         """Whether layers are compiled for `device`."""
@@ -168,11 +171,16 @@ class ActorWorker(Worker):
         self.config, self.algorithm, self.temperature = config, algorithm, temperature
         self.total_updates = total_updates
         self.policy = load_policy(
-            model, layout, fuse=config.fuses(layout.device), recompute=config.recompute, reshard=config.reshard
+            model,
+            layout,
+            fuse=config.fuses(layout.device),
+            recompute=config.recompute,
+            reshard=config.reshard,
+            lora=config.lora,
         )
         self.parameters = list(self.policy.parameters())
         self.optimizer = torch.optim.AdamW(
-            self.parameters,
+            [parameter for parameter in self.parameters if parameter.requires_grad],
             lr=config.learning_rate,
             betas=tuple(config.betas),
             weight_decay=config.weight_decay,
@@ -294,7 +302,11 @@ class ActorWorker(Worker):
 
     def _speed(self, micros: list[MicroBatch], seconds: float) -> dict[str, float]:
         """How evenly and how fast the work of an update was done (docs/performance.md has the formulas)."""
-        work = float(3 * sum(self.flops.forward(micro.lengths, len(micro.wanted)) for micro in micros if micro.rows))
+        # Backward costs twice the forward pass: the gradients to what comes in, and (but for adapters) to the weights.
+        passes = 2 if self.config.lora.rank else 3
+        work = passes * float(
+            sum(self.flops.forward(micro.lengths, len(micro.wanted)) for micro in micros if micro.rows)
+        )
         tokens = [sum(micro.lengths) for micro in micros if micro.rows]
         most = torch.tensor(work, dtype=torch.double)
         sums = torch.tensor([work, sum(tokens[:-1]), len(tokens) - 1], dtype=torch.double)

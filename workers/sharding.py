@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from workers.actor import ActorWorker
 from workers.engines.protocol import CUDA_GRAPH, KV_CACHE, WEIGHTS, Bucket, EngineFailure
 from workers.parallel.gather import Gatherer
-from workers.parallel.policy import PREFIX
+from workers.parallel.lora import adapters_of
 from workers.plan import MARGIN, Peaks
 from workers.ref import RefWorker
 from workers.rollout import RolloutWorker
@@ -53,8 +53,9 @@ class ShardingManager:
         self.actor, self.rollout, self.ref = actor, rollout, ref
         self.peaks = peaks or Peaks(actor.layout.device.type == "cuda")
         self.engine, config = rollout.engine, rollout.config
-        parameters = {name.removeprefix(PREFIX): p for name, p in actor.policy.named_parameters()}
-        self.gatherer = Gatherer(parameters, actor.layout, self.engine.dtype, config.bucket_megabytes * 2**20)
+        weights, adapters = actor.policy.weights(), adapters_of(actor.policy.causal_lm)
+        bucket_bytes = config.bucket_megabytes * 2**20
+        self.gatherer = Gatherer(weights, actor.layout, self.engine.dtype, bucket_bytes, adapters)
         self.state = State.TRAINING
         self.release = "kv+weights" if config.release == "auto" else config.release
         # The engine begins asleep, with nothing kept: what that gave back is what it wants again.
@@ -160,11 +161,12 @@ class ShardingManager:
         """What holds how much of this process's device, one line each."""
         device = self.actor.layout.device
         states = [state for held in self.actor.optimizer.state.values() for state in held.values()]
+        frozen = self.ref.policy.parameters() if self.ref and self.ref.policy is not self.actor.policy else ()
         rows = {
             "actor: parameters (this rank's shards)": _bytes(self.actor.parameters),
             "actor: gradients": _bytes(p.grad for p in self.actor.parameters if p.grad is not None),
             "actor: optimizer": _bytes(state for state in states if state.ndim),
-            "reference": _bytes(self.ref.policy.parameters()) if self.ref else 0,
+            "reference": _bytes(frozen),
         }
         if device.type == "cuda":
             free, total = torch.cuda.mem_get_info()

@@ -5,7 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.workers.collective_probe import head_problem, head_with_loss_inside, plain_head
-from workers.parallel.logprobs import Head, head_logprobs
+from workers.parallel.logprobs import Head, head_logprobs, head_loss
 
 
 def full_softmax(given, temperature):
@@ -92,6 +92,27 @@ def test_the_logits_of_all_tokens_are_never_held_at_once(way):
     with Watch():
         way(head_problem(count=200, vocab=500), 1.0, chunk=10)
     assert max(held) < 2 * 500 * 16  # the head itself; 200 tokens' logits would be 100000
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_frozen_head_gets_no_gradient_and_none_is_computed(inside):
+    given, shapes = head_problem(), []
+    hidden, head = given["hidden"].clone().requires_grad_(), Head(given["weight"].detach(), given["targets"], 0.7)
+
+    def loss(logprobs, entropy, here):
+        return logprobs @ given["of_logprobs"][here] + entropy @ given["of_entropy"][here]
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            shapes.extend([result.shape] if isinstance(result, torch.Tensor) else [])
+            return result
+
+    with Watch():
+        total = head_loss(hidden, head, loss) if inside else loss(*head_logprobs(hidden, head), slice(None))
+        total.backward()
+    assert_agree({"hidden": hidden.grad}, {"hidden": full_softmax(given, 0.7)["hidden"]})
+    assert given["weight"].shape not in shapes
 
 
 @pytest.mark.parametrize("size", [2, 4])

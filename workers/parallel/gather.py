@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
 from workers.engines.protocol import Bucket
+from workers.parallel.lora import Adapter
 from workers.parallel.mesh import Layout
 
 
@@ -29,15 +30,23 @@ class _Cut:
 class Gatherer:
     """Buckets of whole weights in `dtype`, from `parameters` that lie on `layout` as the policy's do.
 
+    A weight of `adapters` is sent with what its adapter adds; the parameter itself stays as it is. The merged pieces
+    of this rank are one bucket's at a time.
+
     A bucket holds at most `bucket_bytes`, or as much as the largest parameter where that is more. While it runs there
     are at most two buckets in memory beside the parameters: what the collective leaves, and what is handed out. The
     next bucket is on its way while the one before is being read.
     """
 
     def __init__(
-        self, parameters: Mapping[str, torch.nn.Parameter], layout: Layout, dtype: torch.dtype, bucket_bytes: int
+        self,
+        parameters: Mapping[str, torch.nn.Parameter],
+        layout: Layout,
+        dtype: torch.dtype,
+        bucket_bytes: int,
+        adapters: Mapping[str, Adapter] | None = None,
     ) -> None:
-        self.parameters, self.layout, self.dtype = parameters, layout, dtype
+        self.parameters, self.layout, self.dtype, self.adapters = parameters, layout, dtype, adapters or {}
         self.ranks = layout.shards * layout.slices
         self.place = dist.get_rank() % self.ranks
         self.group = layout.plane
@@ -88,7 +97,8 @@ class Gatherer:
         parameter = self.parameters[name]
         # A plain tensor here would be FSDP's gathered copy in the compute type, not the master weight.
         assert isinstance(parameter, DTensor), f"{name} is not sharded"
-        return parameter.detach().to_local()
+        local = parameter.detach().to_local()
+        return self.adapters[name].merged(local, self.dtype) if name in self.adapters else local
 
     def _gather(self, cuts: Sequence[_Cut], received: torch.Tensor) -> dist.Work:
         """Begin to gather the pieces of one bucket, those of each rank in a row of `received`."""

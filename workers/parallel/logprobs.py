@@ -94,8 +94,7 @@ class _HeadLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, upstream):
-        grad_hidden, grad_weight = ctx.saved_tensors
-        return grad_hidden * upstream.to(grad_hidden.dtype), grad_weight * upstream.to(grad_weight.dtype), None, None
+        return *(None if grad is None else grad * upstream.to(grad.dtype) for grad in ctx.saved_tensors), None, None
 
 
 class _Chunks:
@@ -136,22 +135,25 @@ class _Chunks:
 
     def go_back(self, here: slice, logits: torch.Tensor, per_token_4n: torch.Tensor) -> None:
         """Add the chunk's gradients, given its lse, entropies and the gradients to log-probabilities and entropies."""
-        if self.grad_weight is None:
+        if self.grad_hidden is None:
             self.grad_hidden = torch.empty_like(self.hidden)
-            self.grad_weight = torch.zeros_like(self.weight, dtype=torch.float32)
+            if self.weight.requires_grad:
+                self.grad_weight = torch.zeros_like(self.weight, dtype=torch.float32)
         settings = (1 / self.head.temperature, self.entropy)
         _run(_to_slope, self.head.fuse, logits, self.local[here], per_token_4n, *settings)
         torch.mm(logits, self.weight, out=self.grad_hidden[here])
+        if self.grad_weight is None:
+            return  # frozen
         if logits.is_cuda and logits.dtype != torch.float32:
             torch.addmm(self.grad_weight, logits.T, self.hidden[here], out_dtype=torch.float32, out=self.grad_weight)
         else:
             self.grad_weight += logits.T @ self.hidden[here]
 
-    def gradients(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """To hidden (summed over the group) and weight, in the types of the two."""
+    def gradients(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """To hidden (summed over the group) and weight, in the types of the two; None where the weight is frozen."""
         if self.group is not None:
             dist.all_reduce(self.grad_hidden, group=self.group)
-        return self.grad_hidden, self.grad_weight.to(self.weight.dtype)
+        return self.grad_hidden, self.grad_weight.to(self.weight.dtype) if self.weight.requires_grad else None
 
 
 def _summarize(logits_NV: torch.Tensor, local_N: torch.Tensor, scale: float, entropy: bool) -> torch.Tensor:

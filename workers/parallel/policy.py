@@ -27,6 +27,7 @@ from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from grpo.config import ConfigError, option
 from workers.parallel.attention import Packing, packed_class, rotary_angles
 from workers.parallel.logprobs import Head, Loss, head_logprobs, head_loss
+from workers.parallel.lora import LoraConfig, add_adapters, original_name, reset_adapters
 from workers.parallel.mesh import Layout
 
 SUPPORTED = ("qwen2", "qwen3", "llama")
@@ -90,6 +91,11 @@ class Policy(nn.Module):
         head = Head(weight, tokens_T[wanted_N], temperature, first, group, fuse=self.fuse)
         return head_logprobs(hidden_NH, head, entropy) if loss is None else head_loss(hidden_NH, head, loss)
 
+    def weights(self) -> dict[str, nn.Parameter]:
+        """The parameters under their Hugging Face names; those of adapters are not among them."""
+        named = ((original_name(name), parameter) for name, parameter in self.causal_lm.named_parameters())
+        return {name: parameter for name, parameter in named if name is not None}
+
     def reshard_all(self) -> None:
         """Free every layer's gathered weights: what stays are this rank's shards."""
         for module in self.modules():
@@ -104,19 +110,26 @@ def load_policy(
     fuse: bool = False,
     recompute: str = "none",
     reshard: bool = True,
+    lora: LoraConfig | None = None,
 ) -> Policy:
     """The policy of `config.path` cut over `layout`, in float32 where it trains and in its compute type otherwise.
 
     `fuse`: compile the head, and without tensor parallelism each layer, for any number of tokens. `recompute`: which
     layers are computed again on the way back instead of keeping what they computed: none, selective (every other) or
     full. `reshard`: free a layer's gathered weights after each use, instead of keeping them until
-    `Policy.reshard_all`. Raises ConfigError for what `read_config` and `check_layout` refuse.
+    `Policy.reshard_all`. `lora`: its adapters are what trains, where it has a rank. Raises ConfigError for what
+    `read_config` and `check_layout` refuse.
     """
     hf_config = read_config(config)
     check_layout(hf_config, layout.slices)
     compute = compute_dtype(config, layout.device)
+    adapts = lora is not None and lora.rank > 0
+    # Frozen weights are only ever read in the compute type: float32 would be memory for digits that nothing sees.
+    dtype = torch.float32 if trains and not adapts else compute
     with torch.device("meta"):
-        causal_lm = transformers.AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32 if trains else compute)
+        causal_lm = transformers.AutoModelForCausalLM.from_config(hf_config, dtype=dtype)
+        if adapts:
+            add_adapters(causal_lm, lora)
     policy = Policy(causal_lm, layout, fuse)
     if layout.slices > 1:
         _split_over_tensor_mesh(policy, layout)
@@ -135,8 +148,8 @@ def load_policy(
     # Buffers are not in any file: they are computed from the config, and were empty on the meta device.
     rotary = causal_lm.model.rotary_emb
     causal_lm.model.rotary_emb = type(rotary)(hf_config, device=layout.device)
-    weights = {name.removeprefix(PREFIX): tensor for name, tensor in policy.state_dict().items()}
-    dcp.load(weights, storage_reader=dcp.HuggingFaceStorageReader(local_folder(config.path)))
+    dcp.load(policy.weights(), storage_reader=dcp.HuggingFaceStorageReader(local_folder(config.path)))
+    reset_adapters(causal_lm)
     if not trains:
         policy.requires_grad_(False)
     return policy.train(trains)
