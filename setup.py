@@ -20,6 +20,7 @@ setup(
         "math-verify>=0.8",
         "wandb",
         "matplotlib",
+        "numpy",
     ],
     extras_require={
         "test": ["pytest>=8", "pytest-timeout", "hypothesis", "ruff", "tensorboard", "peft>=0.19,<0.22"],

@@ -3,14 +3,16 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 
-from grpo.batch import jagged, make_batch
+from grpo.batch import make_batch
 from grpo.config import ConfigError, choose, option
 from grpo.packing import balance
 from workers.dispatch import Worker
@@ -205,14 +207,26 @@ class RolloutWorker(Worker):
             if self.progress is not None:
                 self.progress(done, len(prompts) * samples, tokens)
         rows.sort(key=lambda row: row[0])
-        masks = [[False] * len(prompt) + [True] * len(response.tokens) for _, prompt, response in rows]
+        return self._batch(rows)
+
+    def _batch(self, rows: list[tuple[int, list[int], Response]]) -> TensorDict:
+        """The batch of rows of (index of the prompt, prompt, response)."""
+        # All rows' values at once, and not through lists: a tensor for each row takes a tenth of a second and more.
+        lengths = torch.tensor([[len(prompt), len(response.tokens)] for _, prompt, response in rows])
+        mask = torch.tensor([False, True]).repeat(len(rows)).repeat_interleave(lengths.view(-1))
+        tokens = chain.from_iterable(chain(prompt, response.tokens) for _, prompt, response in rows)
+        sampled = chain.from_iterable(response.logprobs for *_, response in rows)
+        logprobs = torch.zeros(len(mask))
+        logprobs[mask] = torch.from_numpy(np.fromiter(sampled, np.float32))
+        offsets = torch.nn.functional.pad(lengths.sum(1).cumsum(0), (1, 0))
+        values = {
+            "tokens": torch.from_numpy(np.fromiter(tokens, np.int64)),
+            "response_mask": mask,
+            "rollout_logprobs": logprobs,
+        }
         return make_batch(
             {
-                "tokens": jagged([torch.tensor(prompt + response.tokens) for _, prompt, response in rows]),
-                "response_mask": jagged([torch.tensor(mask) for mask in masks]),
-                "rollout_logprobs": jagged(
-                    [torch.tensor([0.0] * len(prompt) + response.logprobs) for _, prompt, response in rows]
-                ),
+                **{name: torch.nested.nested_tensor_from_jagged(value, offsets) for name, value in values.items()},
                 "truncated": torch.tensor([response.truncated for *_, response in rows]),
                 "version": torch.full((len(rows),), self.version),
                 "row": torch.tensor([index for index, *_ in rows]),

@@ -1,7 +1,6 @@
 """The memory plan against what FSDP really holds, what autograd really saves, and what an update really takes."""
 
 import dataclasses
-import functools
 import os
 import subprocess
 import sys
@@ -21,7 +20,7 @@ from tests.workers.plan_probe import counts
 from workers import plan
 from workers.actor import ActorConfig
 from workers.parallel import attention, policy
-from workers.parallel.attention import Packing, packed_self_attention
+from workers.parallel.attention import Packing, packed_class, rotary_angles
 from workers.parallel.policy import ModelConfig, load_policy
 from workers.plan import Job, Peaks, Weights, advice, most_memory_fraction, most_tokens, predict
 from workers.rollout import RolloutConfig
@@ -123,7 +122,7 @@ def saved_by_a_layer(kind: str, dtype: torch.dtype, fuse: bool) -> tuple[float, 
     """Bytes of storages other than parameters and the shared angles that one layer saves for each token."""
     model = make_model(kind, hidden=64, heads=8, kv_heads=2, head_dim=16, feed_forward=192).to(dtype)
     layer, tokens, saved = model.model.layers[0], 96, {}
-    layer.self_attn.forward = functools.partial(packed_self_attention, layer.self_attn)
+    layer.self_attn.__class__ = packed_class(type(layer.self_attn))
     forward = layer.forward
     if fuse:
         # The passes that torch.compile's default takes, without compiling kernels.
@@ -131,7 +130,7 @@ def saved_by_a_layer(kind: str, dtype: torch.dtype, fuse: bool) -> tuple[float, 
         forward = torch.compile(forward, dynamic=True, backend="aot_eager_decomp_partition")
     hidden = torch.randn(1, tokens, 64, dtype=dtype, requires_grad=True)
     packing = Packing.of([tokens], torch.device("cpu"))
-    angles = model.model.rotary_emb(hidden, packing.positions[None])
+    angles = rotary_angles(*model.model.rotary_emb(hidden, packing.positions[None]))
     shared = {tensor.untyped_storage().data_ptr() for tensor in [*model.parameters(), *angles]}
 
     def pack(tensor):

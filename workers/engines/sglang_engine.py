@@ -512,8 +512,8 @@ def _response(output: Mapping[str, Any]) -> Response:
     reason = meta["finish_reason"]
     if reason["type"] not in ("stop", "length"):
         raise RuntimeError(f"a response ended with {reason}")
-    drawn = meta["output_token_logprobs"]
-    return Response([token for _, token, *_ in drawn], [logp for logp, *_ in drawn], reason["type"] == "length")
+    logprobs, tokens, *_ = zip(*meta["output_token_logprobs"], strict=True)
+    return Response(list(tokens), list(logprobs), reason["type"] == "length")
 
 
 def _metadata(bucket: Bucket) -> list[Any]:
