@@ -20,7 +20,7 @@ from workers.parallel.mesh import Layout
 from workers.parallel.policy import ModelConfig, Policy, load_policy, read_config
 
 SCHEDULES = ("constant", "linear", "cosine")
-OFFLOADS = ("optimizer", "parameters")
+OFFLOADS = ("optimizer", "parameters", "reference")
 RECOMPUTES = ("none", "selective", "full")
 
 
@@ -51,7 +51,8 @@ class ActorConfig:
     )
     offload: list[str] = option(
         [],
-        "What waits in the host's memory while the engine serves: optimizer, parameters. Gradients are freed always.",
+        "What waits in the host's memory while the engine serves: optimizer, parameters, reference (also while the "
+        "actor learns). Gradients are freed always.",
     )
     lora: LoraConfig = option(LoraConfig, "")
 
@@ -128,30 +129,46 @@ def learning_rate(config: ActorConfig, update: int, total_updates: int) -> float
 class Parked:
     """Tensors that lie in the host's memory for a while; their storages on the device are empty meanwhile."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.waiting: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
         self.hosts: dict[int, torch.UntypedStorage] = {}  # reused: to pin memory takes longer than to copy to it
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def park(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Move them to the host, unless they are there already."""
+        if self.waiting:
+            return
+        self.ready()
         for tensor in tensors:
             storage = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()
             key = storage._cdata
             if key not in self.hosts:
                 self.hosts[key] = torch.empty(
-                    storage.nbytes(), dtype=torch.uint8, pin_memory=storage.device.type == "cuda"
+                    storage.nbytes(), dtype=torch.uint8, pin_memory=self.stream is not None
                 ).untyped_storage()
             self.hosts[key].copy_(storage, non_blocking=True)
             self.waiting.append((storage, self.hosts[key]))
-        if torch.cuda.is_available():
+        if self.stream is not None:
             torch.cuda.current_stream().synchronize()
         for storage, _ in self.waiting:
             storage.resize_(0)
 
     def restore(self) -> None:
+        """Begin to bring them back, beside what the device computes meanwhile; they can be used after `ready`."""
         for storage, host in self.waiting:
             storage.resize_(host.nbytes())
-            storage.copy_(host, non_blocking=True)
+        if self.stream is not None:
+            # What computes may still use memory that is theirs again now.
+            self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            for storage, host in self.waiting:
+                storage.copy_(host, non_blocking=True)
         self.waiting = []
+
+    def ready(self) -> None:
+        """What the device computes from here on finds them back."""
+        if self.stream is not None:
+            torch.cuda.current_stream().wait_stream(self.stream)
 
 
 class ActorWorker(Worker):
@@ -188,22 +205,25 @@ class ActorWorker(Worker):
         )
         self.updates = 0
         self.version = 0
-        self.parked = Parked()
+        self.parked_optimizer, self.parked_parameters = Parked(layout.device), Parked(layout.device)
         self.peak = peak_of(torch.cuda.get_device_name()) if layout.device.type == "cuda" else None
 
     def offload_optimizer(self) -> None:
         """Move AdamW's state into the host's memory, where actor.offload says so."""
         if "optimizer" in self.config.offload:
-            self.parked.park(state for held in self.optimizer.state.values() for state in held.values() if state.ndim)
+            states = (state for held in self.optimizer.state.values() for state in held.values() if state.ndim)
+            self.parked_optimizer.park(states)
 
     def offload_parameters(self) -> None:
         """Move the master weights into the host's memory, where actor.offload says so."""
         if "parameters" in self.config.offload:
-            self.parked.park(self.parameters)
+            self.parked_parameters.park(self.parameters)
 
     def reload(self) -> None:
-        """Bring back what was offloaded."""
-        self.parked.restore()
+        """Bring back what was offloaded; AdamW's state comes while forward and backward passes run."""
+        self.parked_parameters.restore()
+        self.parked_parameters.ready()
+        self.parked_optimizer.restore()
 
     @dispatched("tokens", "response_mask")
     def compute_logprobs(self, batch: TensorDict, name: str = "old_logprobs") -> TensorDict:
@@ -293,6 +313,7 @@ class ActorWorker(Worker):
         rate = learning_rate(self.config, self.updates, self.total_updates)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
+        self.parked_optimizer.ready()
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.updates += 1

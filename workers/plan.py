@@ -127,9 +127,11 @@ def predict(job: Job, weights: Weights | None = None) -> dict[str, Parts]:
     buckets = bucket * (2 if job.shards * job.actor.tensor_parallel > 1 else 1)
     phases = {
         "rest": held | engine,
-        "sync": held | {"optimizer": held["optimizer"] * ("optimizer" not in offloaded), "buckets": buckets} | awake,
+        "sync": {what: size for what, size in held.items() if what == "weights" or what not in offloaded}
+        | {"buckets": buckets}
+        | awake,
         "rollout": {what: size for what, size in held.items() if what not in offloaded} | served,
-        "update": held | _update(job, w) | engine,
+        "update": held | {"reference": held["reference"] * ("reference" not in offloaded)} | _update(job, w) | engine,
     }
     if job.reference:
         phases["ref"] = held | _logprobs(job, w) | engine

@@ -2,7 +2,7 @@
 
 from tensordict import TensorDict
 
-from workers.actor import ActorConfig, compute_logprobs
+from workers.actor import ActorConfig, Parked, compute_logprobs
 from workers.dispatch import Worker, dispatched
 from workers.parallel.flops import Flops
 from workers.parallel.lora import adapters_off
@@ -26,9 +26,26 @@ class RefWorker(Worker):
             fuse = config.fuses(layout.device)
             self.policy = load_policy(model, layout, trains=False, fuse=fuse, reshard=config.reshard)
         self.max_tokens, self.temperature = config.max_tokens_per_microbatch, temperature
+        # The actor's own policy is the actor's to move.
+        self.offloads = "reference" in config.offload and self.policy is not actors
+        self.parked = Parked(layout.device)
+        self.offload()
+
+    def offload(self) -> None:
+        """Move the weights into the host's memory, where actor.offload says so."""
+        if self.offloads:
+            self.parked.park(self.policy.parameters())
+
+    def reload(self) -> None:
+        """Begin to bring them back, while rewards are graded."""
+        self.parked.restore()
 
     @dispatched("tokens", "response_mask")
     def compute_logprobs(self, batch: TensorDict) -> TensorDict:
         """The reference's log-probabilities of the sampled tokens, as a batch with the field ref_logprobs [B, *]."""
+        self.reload()
+        self.parked.ready()
         with adapters_off(self.policy):
-            return compute_logprobs(self.policy, batch, "ref_logprobs", self.max_tokens, self.temperature)
+            result = compute_logprobs(self.policy, batch, "ref_logprobs", self.max_tokens, self.temperature)
+        self.offload()
+        return result

@@ -84,12 +84,16 @@ class ShardingManager:
             self.state = State.TRAINING
             with self._phase("reload"):
                 self.actor.reload()
+                if self.ref is not None:
+                    self.ref.reload()
             self.metrics["time/sync"] = sum(v for name, v in self.metrics.items() if name.startswith("time/sync/"))
 
     def _enter_serving(self) -> None:
         with self._phase("offload"):
             self._choose_release()
             self.actor.offload_optimizer()
+            if self.ref is not None:
+                self.ref.offload()
         with self._phase("wake_weights"):
             self._make_room(WEIGHTS)
             self.engine.wake_weights()

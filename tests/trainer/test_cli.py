@@ -97,7 +97,7 @@ def test_what_can_work_gets_as_far_as_loading_weights(command, run_main, setting
         (["rollout.gap_warning=0.9"], ["rollout.gap_warning=0.9", "rollout.gap_error=0.5"]),
         (["rollout.verify_every=-1"], ["rollout.verify_every=-1"]),
         (["rollout.stall_seconds=0"], ["rollout.stall_seconds=0"]),
-        (["actor.offload=[gradients]"], ["actor.offload='gradients'", "optimizer, parameters"]),
+        (["actor.offload=[gradients]"], ["actor.offload='gradients'", "optimizer, parameters, reference"]),
         (["checkpoint.resume=true", "tracking.name=null"], ["checkpoint.resume", "tracking.name"]),
         (["model.path=./nowhere"], ["model.path=./nowhere", "not a folder"]),
         (["model.path=null"], ["model.path"]),

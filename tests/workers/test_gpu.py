@@ -13,6 +13,7 @@ from grpo.batch import jagged, make_batch
 from grpo.losses import AlgorithmConfig
 from workers.actor import ActorConfig, ActorWorker
 from workers.engines.torch_engine import TorchEngine
+from workers.parallel.logprobs import Head, head_logprobs, head_loss
 from workers.parallel.mesh import join, make_layout, pick_device
 from workers.parallel.policy import ModelConfig, load_policy
 from workers.rollout import RolloutConfig, RolloutWorker
@@ -121,4 +122,74 @@ def test_after_an_update_the_engine_samples_from_the_actors_weights(dtype, model
         assert torch.equal(sent, master.to(sent.dtype)), name
     ours = actor.compute_logprobs(samples)["old_logprobs"].values()
     gap = (ours - samples["rollout_logprobs"].values())[samples["response_mask"].values()].abs()
-    assert gap.mean() < (0.02 if dtype == "bfloat16" else 1e-5)
+    # The actor's compiled layers round less often than the engine's eager ones.
+    assert gap.mean() < (0.03 if dtype == "bfloat16" else 1e-5)
+
+
+def batch_of(count: int, seed: int):
+    random = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(20, 400, (count,), generator=random).tolist()
+    fields = {
+        "tokens": jagged([torch.randint(2, 100, (n,), generator=random) for n in lengths]),
+        "response_mask": jagged([torch.arange(n) >= 3 for n in lengths]),
+        "rollout_logprobs": jagged([-torch.rand(n, generator=random) for n in lengths]),
+        "advantages": jagged([torch.randn(n, generator=random) for n in lengths]),
+    }
+    return make_batch({**fields, "group": torch.arange(count)})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_compiled_or_recomputed_an_update_is_the_same(kind, models, layouts):
+    norms, model = [], ModelConfig(path=str(models / kind), dtype="bfloat16")
+    for settings in ({"compile": False}, {}, {"recompute": "full"}, {"recompute": "selective", "reshard": False}):
+        config = ActorConfig(learning_rate=1e-3, max_tokens_per_microbatch=1024, **settings)
+        actor = ActorWorker(model, config, AlgorithmConfig(), layouts["cuda"], 1.0, 10)
+        metrics = [actor.update(batch_of(16, seed)) for seed in range(2)]
+        norms.append([m[name] for m in metrics for name in ("grad_norm", "entropy")])
+    for other in norms[1:]:
+        assert other == pytest.approx(norms[0], rel=0.02)
+
+
+def test_compiled_layers_are_not_compiled_again_for_other_lengths(models, layouts):
+    config = ActorConfig(max_tokens_per_microbatch=1024)
+    model = ModelConfig(path=str(models / "qwen3"), dtype="bfloat16")
+    actor = ActorWorker(model, config, AlgorithmConfig(), layouts["cuda"], 1.0, 10)
+    for seed in range(2):
+        actor.update(batch_of(12 + seed, seed))
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for seed in range(2, 8):
+            actor.update(batch_of(12 + seed, seed))
+
+
+def test_what_is_offloaded_comes_back_while_the_device_computes(models, layouts):
+    model, layout = ModelConfig(path=str(models / "qwen2"), dtype="bfloat16"), layouts["cuda"]
+    ends = []
+    for offload in ([], ["optimizer", "parameters"]):
+        actor = ActorWorker(model, ActorConfig(learning_rate=1e-3, offload=offload), AlgorithmConfig(), layout, 1.0, 10)
+        for seed in range(3):
+            actor.offload_optimizer()
+            actor.offload_parameters()
+            held = [p.to_local().untyped_storage().nbytes() for p in actor.parameters]
+            assert (sum(held) == 0) == bool(offload)
+            actor.reload()
+            actor.update(batch_of(8, seed))
+        ends.append(torch.cat([p.detach().full_tensor().flatten() for p in actor.parameters]))
+    torch.testing.assert_close(ends[1], ends[0], rtol=0, atol=2e-4)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_the_head_of_many_tokens_takes_at_most_two_gib(inside):
+    count, vocab, width = 32768, 151936, 1536
+    hidden = torch.randn(count, width, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    weight = (torch.randn(vocab, width, device="cuda") * 0.05).bfloat16().requires_grad_()
+    head = Head(weight, torch.randint(0, vocab, (count,), device="cuda"), 1.0, fuse=True)
+    for _ in range(2):
+        hidden.grad = weight.grad = None
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        if inside:
+            head_loss(hidden, head, lambda logprobs, entropy, here: logprobs.sum()).backward()
+        else:
+            head_logprobs(hidden, head)[0].sum().backward()
+        gradients = hidden.grad.nbytes + weight.grad.nbytes
+        assert torch.cuda.max_memory_allocated() - before - gradients <= 2 * 2**30

@@ -15,7 +15,7 @@ import transformers
 from examples.countdown import make_model
 from tests.workers.layout_probe import TEMPERATURE, ragged_batch
 
-KINDS = {"qwen2-tied": ("qwen2", True), "qwen2": ("qwen2", False), "qwen3": ("qwen3", True), "llama": ("llama", False)}
+KINDS = {f"{kind}{'-tied' * tied}": (kind, tied) for kind in ("qwen2", "qwen3", "llama") for tied in (False, True)}
 LAYOUTS = {"2-1-r1": 2, "1-2-r1": 2, "2-1-r2": 2, "2-2-r1": 4, "4-1-r1": 4}
 CUTS = {1: ["1,1"], 2: ["1,1", "1,2", "2,1"], 4: ["1,2", "1,1"]}
 

@@ -12,6 +12,7 @@ from grpo.losses import AlgorithmConfig
 from workers.actor import ActorConfig, ActorWorker
 from workers.engines.torch_engine import TorchEngine
 from workers.parallel.gather import Gatherer
+from workers.ref import RefWorker
 from workers.rollout import RolloutConfig, RolloutWorker
 from workers.sharding import ShardingManager, State
 
@@ -239,6 +240,24 @@ def test_what_is_offloaded_comes_back_unchanged_and_is_gone_meanwhile(sharding, 
     sharding.expect_current(assert_same)
     learn(sharding, assert_same)
     assert not torch.equal(tensors[0], before[0])
+
+
+def test_an_offloaded_reference_is_there_for_its_own_pass_alone(model_config, layout, prompts, sharding):
+    samples = rollout(sharding, prompts)
+    expected = RefWorker(model_config, ActorConfig(), layout, 1.0).compute_logprobs(samples)["ref_logprobs"]
+    ref = RefWorker(model_config, ActorConfig(offload=["reference"]), layout, 1.0)
+
+    def held():
+        return sum(p.to_local().untyped_storage().nbytes() for p in ref.policy.parameters())
+
+    assert held() == 0
+    sharding.ref = ref
+    for _ in range(2):
+        with sharding.serving():
+            assert held() == 0
+        assert held() > 0
+        assert torch.equal(ref.compute_logprobs(samples)["ref_logprobs"].values(), expected.values())
+        assert held() == 0
 
 
 def gap(size, correlation=0.1):
