@@ -102,7 +102,7 @@ def rows_of(run: Path) -> list[dict]:
 
 def deterministic(rows: list[dict]) -> list[dict]:
     """`rows` without what depends on the clock, and without the bytes synced: a new process always syncs first."""
-    left_out = ("time/", "throughput/", "eval/time/", "sync/")
+    left_out = ("time/", "throughput/", "eval/time/", "sync/", "perf/")
     return [{name: value for name, value in row.items() if not name.startswith(left_out)} for row in rows]
 
 

@@ -1,6 +1,6 @@
 """Run by test_lora.py under torchrun, and with one process inside it: two updates of adapters, and a sync.
 
-    torchrun --nproc-per-node N lora_probe.py MODEL OUT REPLICATE [REPLICATE ...]
+    torchrun --nproc-per-node N -m tests.workers.lora_probe MODEL OUT REPLICATE [REPLICATE ...]
 
 leaves OUT/REPLICATE.pt with what the controller saw.
 """

@@ -165,9 +165,8 @@ def two_processes(model_config, tmp_path_factory):
     """Results by the number of replicas: two shards, or two copies."""
     out = tmp_path_factory.mktemp("two")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    probe = Path(__file__).with_name("lora_probe.py")
     subprocess.run(
-        [*command, str(probe), model_config.path, str(out), "1", "2"],
+        [*command, "-m", "tests.workers.lora_probe", model_config.path, str(out), "1", "2"],
         check=True,
         timeout=200,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
