@@ -309,11 +309,14 @@ def test_the_engine_is_there_as_far_as_it_is_not_released(release, left):
 
 
 def test_what_is_offloaded_is_not_there_while_the_engine_serves():
-    offload = ["optimizer", "parameters"]
-    phases = predict(on_h200("1.5b", actor={"offload": offload}))
-    assert (phases["sync"]["optimizer"], phases["sync"]["weights"]) == (0, phases["rest"]["weights"])
+    offload = ["optimizer", "parameters", "reference"]
+    job = dataclasses.replace(on_h200("1.5b", actor={"offload": offload}), reference=True)
+    phases = predict(job)
+    assert set(phases["sync"]) == {"weights", "buckets", "SGLang"}
+    assert phases["sync"]["weights"] == phases["rest"]["weights"]
     assert sum(phases["rollout"].values()) == phases["rollout"]["SGLang"]
     assert phases["update"]["optimizer"] == phases["rest"]["optimizer"] > 0
+    assert phases["update"]["reference"] == 0 < phases["ref"]["reference"]
 
 
 # what fits
