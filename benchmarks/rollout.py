@@ -11,11 +11,11 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from benchmarks import shapes
 from benchmarks.shapes import SHAPES, make
 from grpo.batch import jagged, make_batch
 from grpo.config import load, option
@@ -28,17 +28,12 @@ from workers.sharding import ShardingManager
 
 
 @dataclass
-class Settings:
-    shape: str = option("qwen2.5-1.5b", "")
+class Settings(shapes.EngineSettings):
     prompts: int = option(64, "")
     samples: int = option(8, "")
     prompt: int = option(128, "")
     response: int = option(512, "")
     rounds: int = option(4, "")
-    memory_fraction: float = option(0.5, "")
-    device: str = option("auto", "")
-    options: dict[str, Any] = option({}, "")
-    folder: str = option("/tmp/shapes", "")
 
 
 def main() -> None:

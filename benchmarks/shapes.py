@@ -1,10 +1,18 @@
-"""Models with the shapes of well-known ones and random weights, on disk: what the benchmarks run."""
+"""Models with the shapes of well-known ones and random weights, on disk, and the settings that benchmarks share.
 
+Settings of all, as key=value: shape, device, folder (where models are made); of those with an engine also
+memory_fraction and options (SGLang's own).
+"""
+
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import transformers
+
+from grpo.config import option
 
 SHAPES = {
     # name: hidden, layers, heads, key heads, feed-forward, vocabulary, tied
@@ -13,6 +21,19 @@ SHAPES = {
     "qwen2.5-7b": (3584, 28, 28, 4, 18944, 152064, False),
     "tiny": (64, 2, 4, 2, 96, 128, True),
 }
+
+
+@dataclass
+class Settings:
+    shape: str = option("qwen2.5-1.5b", "")
+    device: str = option("auto", "")
+    folder: str = option("/tmp/shapes", "")
+
+
+@dataclass
+class EngineSettings(Settings):
+    memory_fraction: float = option(0.4, "")
+    options: dict[str, Any] = option({}, "")
 
 
 def make(shape: str, folder: Path, device: torch.device) -> str:

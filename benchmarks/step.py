@@ -16,11 +16,11 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from benchmarks import shapes
 from benchmarks.shapes import SHAPES, make
 from grpo.advantages import compute_advantages
 from grpo.batch import jagged, lengths_of, make_batch
@@ -35,19 +35,14 @@ from workers.sharding import ShardingManager
 
 
 @dataclass
-class Settings:
-    shape: str = option("qwen2.5-1.5b", "")
+class Settings(shapes.EngineSettings):
     prompts: int = option(64, "")
     samples: int = option(8, "")
     prompt: int = option(128, "")
     response: int = option(512, "")
     lengths: str = option("forced", "")
     rounds: int = option(3, "")
-    memory_fraction: float = option(0.35, "")
     engine_tp: int = option(1, "")
-    device: str = option("auto", "")
-    options: dict[str, Any] = option({}, "")
-    folder: str = option("/tmp/shapes", "")
     actor: ActorConfig = option(ActorConfig, "")
 
 

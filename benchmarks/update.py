@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from benchmarks import shapes
 from benchmarks.shapes import SHAPES, make
 from grpo.batch import jagged, make_batch
 from grpo.config import load, option
@@ -30,15 +31,12 @@ from workers.rollout import RolloutConfig
 
 
 @dataclass
-class Settings:
-    shape: str = option("qwen2.5-1.5b", "")
+class Settings(shapes.Settings):
     tokens: int = option(16384, "")
     length: int = option(1024, "")
     prompt: int = option(1, "")
     rounds: int = option(5, "")
     trace: str = option("", "")
-    device: str = option("auto", "")
-    folder: str = option("/tmp/shapes", "")
     actor: ActorConfig = option(ActorConfig, "")
 
 

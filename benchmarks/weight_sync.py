@@ -13,13 +13,13 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks import shapes
 from benchmarks.shapes import SHAPES, make
 from grpo.batch import jagged, make_batch
 from grpo.config import load, option
@@ -34,17 +34,12 @@ from workers.sharding import ShardingManager
 
 
 @dataclass
-class Settings:
-    shape: str = option("qwen2.5-1.5b", "")
+class Settings(shapes.EngineSettings):
     actor_tp: int = option(1, "")
     engine_tp: int = option(1, "")
     cycles: int = option(10, "")
     soak: int = option(0, "")
     bucket_megabytes: int = option(512, "")
-    memory_fraction: float = option(0.4, "")
-    device: str = option("auto", "")
-    options: dict[str, Any] = option({}, "")
-    folder: str = option("/tmp/shapes", "")
 
 
 def slowest(value: float) -> float:
