@@ -8,7 +8,6 @@ Settings, as key=value: shape, prompts, samples, prompt, response (tokens), leng
 memory_fraction, options (SGLang's own), folder, and the actor's own as actor.*.
 """
 
-import asyncio
 import math
 import random
 import statistics
@@ -49,16 +48,12 @@ class Settings(shapes.EngineSettings):
 class UnevenEngine(SGLangEngine):
     """An engine that ends every response at a length of its own, drawn from a log-normal with a mean of 600 tokens."""
 
-    async def _answer(self, index, prompt, samples, sampling):
-        draw = random.Random(f"{sampling.seed} {index}")
-        parts = []
-        for _ in range(samples):
-            length = int(draw.lognormvariate(math.log(600) - 0.32, 0.8))
-            length = min(max(length, 1), sampling.max_new_tokens)
-            alone = type(sampling)(**{**vars(sampling), "max_new_tokens": length})
-            parts.append(super()._answer(index, prompt, 1, alone))
-        answers = await asyncio.gather(*parts)
-        return index, [response for _, responses in answers for response in responses]
+    def _parameters(self, index, sample, sampling):
+        draw = random.Random(f"{sampling.seed} {index} {sample}")
+        length = int(draw.lognormvariate(math.log(600) - 0.32, 0.8))
+        return super()._parameters(index, sample, sampling) | {
+            "max_new_tokens": min(max(length, 1), sampling.max_new_tokens)
+        }
 
 
 def main() -> None:

@@ -89,16 +89,16 @@ def test_starting_it_leaves_the_environment_as_it_was(started):
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.5])
 def test_logprobs_are_those_of_transformers_at_the_temperature(engine, qwen3_untied, temperature):
     stop = (1, *range(40, 60))  # with the model's own end of sequence, 1
-    answers = answers_of(engine, PROMPTS, 3, sampling(temperature=temperature, stop=stop))
+    answers = answers_of(engine, PROMPTS, 12, sampling(temperature=temperature, stop=stop))
     assert_logprobs_are_right(qwen3_untied[0], answers, temperature)
     flat = [response for responses in answers for response in responses]
-    assert len(flat) == 15
+    assert len(flat) == 60
     assert {response.truncated for response in flat} == {True, False}
     for response in flat:
         assert not set(response.tokens[:-1]) & set(stop)
         assert response.truncated == (response.tokens[-1] not in stop)
         assert len(response.tokens) == 12 or not response.truncated
-    assert len({tuple(response.tokens) for response in flat}) > 10
+    assert len({tuple(response.tokens) for response in flat}) > 40
 
 
 def test_temperature_0_takes_the_most_likely_token(engine, qwen3_untied):
@@ -130,12 +130,14 @@ def test_no_response_ends_before_it_is_long_enough(engine):
 
 
 def test_prompts_are_taken_as_there_is_room_for_their_samples(engine, monkeypatch):
-    taken, answered, at_work, answer = [], [], [], engine._answer
+    taken, answered, at_work, serve = [], [], [], engine._serve
 
-    async def counted(index, *rest):
-        result = await answer(index, *rest)
-        answered.append(index)
-        return result
+    def counted(prompts, samples, sampling, hand_over):
+        def count(answer):
+            answered.append(answer[0])
+            hand_over(answer)
+
+        return serve(prompts, samples, sampling, count)
 
     def prompts():
         for index in range(10):
@@ -143,7 +145,7 @@ def test_prompts_are_taken_as_there_is_room_for_their_samples(engine, monkeypatc
             at_work.append(len(taken) - len(answered))
             yield index, PROMPTS[0]
 
-    monkeypatch.setattr(engine, "_answer", counted)
+    monkeypatch.setattr(engine, "_serve", counted)
     done = [index for index, responses in engine.generate(prompts(), 4, SAMPLING) if len(responses) == 4]
     assert sorted(done) == list(range(10))
     assert max(at_work) == 4  # 16 samples at once, 4 a prompt

@@ -59,6 +59,7 @@ FIRST, BEYOND = (0, 5, 17), (0, 5, 22)
 INSTALL = "pip install -e '.[sglang]'"
 START_SECONDS = 600
 """A first start compiles kernels and captures graphs."""
+REPORT_TOKENS = 256
 QUESTIONS = {question: f"{question.__module__}.{question.__name__}" for question in (tell_names, compare)}
 
 OWNED = ("model_path", "tokenizer_path", "device", "dtype", "base_gpu_id", "tp_size", "random_seed", "load_format")
@@ -436,7 +437,7 @@ class SGLangEngine:
                 item = finished.get(timeout=0.5)
             except queue.Empty:
                 self._expect_alive("generation")
-                # SGLang reports at least every 50 tokens of every sample.
+                # SGLang reports every REPORT_TOKENS tokens of every sample.
                 if time.time() - max(begun, self.engine.tokenizer_manager.last_receive_tstamp) > self.stall_seconds:
                     raise self._failure("generation", f"has been silent for {self.stall_seconds:g} s") from None
                 continue
@@ -454,20 +455,56 @@ class SGLangEngine:
         hand_over: Callable[[tuple[int, list[Response]]], None],
     ) -> None:
         """Keep as many prompts at work as there is room for, until there are none left."""
-        room = max(1, self.concurrent_samples // samples)
-        working: set[asyncio.Task] = set()
+        room = free = max(1, self.concurrent_samples // samples)
+        answers: asyncio.Queue = asyncio.Queue()
+        waves: set[asyncio.Task] = set()
         while True:
-            for index, prompt in islice(prompts, room - len(working)):
-                working.add(asyncio.create_task(self._answer(index, prompt, samples, sampling)))
-            if not working:
+            if wave := list(islice(prompts, free)):
+                free -= len(wave)
+                waves.add(asyncio.create_task(self._wave(wave, samples, sampling, answers)))
+            if free == room:
                 return
-            done, working = await asyncio.wait(working, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                hand_over(task.result())
+            done = [await answers.get()]
+            while not answers.empty():
+                done.append(answers.get_nowait())
+            for answer in done:
+                if isinstance(answer, Exception):
+                    raise answer
+                hand_over(answer)
+            free += len(done)
 
-    async def _answer(
-        self, index: int, prompt: list[int], samples: int, sampling: Sampling
-    ) -> tuple[int, list[Response]]:
+    async def _wave(
+        self, wave: list[tuple[int, list[int]]], samples: int, sampling: Sampling, answers: asyncio.Queue
+    ) -> None:
+        """Put the responses to each (index, prompt) into `answers` when it has all, or the exception that ended it.
+
+        All samples go to SGLang in one message: what comes one by one makes it begin anew each time, while those that
+        run wait.
+        """
+        try:
+            if samples > 1:  # the samples find their prompt in the prefix cache
+                prompts = [prompt for _, prompt in wave]
+                await self.engine.async_generate(input_ids=prompts, sampling_params={"max_new_tokens": 0})
+            outputs = await self.engine.async_generate(
+                input_ids=[prompt for _, prompt in wave for _ in range(samples)],
+                sampling_params=[self._parameters(index, i, sampling) for index, _ in wave for i in range(samples)],
+                return_logprob=True,
+                stream=True,
+                custom_logit_processor=self.bar_stops if sampling.stop and sampling.min_new_tokens else None,
+            )
+            responses: list[list[Response | None]] = [[None] * samples for _ in wave]
+            async for output in outputs:
+                if output["meta_info"]["finish_reason"] is None:
+                    continue
+                place, sample = divmod(output["index"], samples)
+                responses[place][sample] = _response(output, sampling.stop)
+                if None not in responses[place]:
+                    answers.put_nowait((wave[place][0], responses[place]))
+        except Exception as error:  # noqa: BLE001 - raised where the answers are taken
+            answers.put_nowait(error)
+
+    def _parameters(self, index: int, sample: int, sampling: Sampling) -> dict[str, Any]:
+        """What SGLang is told of one sample of prompt `index`."""
         parameters = {
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
@@ -475,24 +512,13 @@ class SGLangEngine:
             "max_new_tokens": sampling.max_new_tokens,
             "stop_token_ids": list(sampling.stop),
             "ignore_eos": not sampling.stop,
+            "stream_interval": REPORT_TOKENS,
         }
         if sampling.stop and sampling.min_new_tokens:
             parameters["custom_params"] = {"minimum": sampling.min_new_tokens, "stop": list(sampling.stop)}
         if self.deterministic:
-            seeds = [hash((sampling.seed, index, i)) % 2**31 for i in range(samples)]
-            each = [self._request(prompt, parameters | {"sampling_seed": seed}) for seed in seeds]
-            outputs = await asyncio.gather(*each)
-        else:
-            outputs = await self._request(prompt, parameters | {"n": samples})
-        return index, [_response(output) for output in (outputs if isinstance(outputs, list) else [outputs])]
-
-    async def _request(self, prompt: list[int], parameters: dict[str, Any]) -> Any:
-        return await self.engine.async_generate(
-            input_ids=prompt,
-            sampling_params=parameters,
-            return_logprob=True,
-            custom_logit_processor=self.bar_stops if "custom_params" in parameters else None,
-        )
+            parameters["sampling_seed"] = hash((sampling.seed, index, sample)) % 2**31
+        return parameters
 
 
 def _graph_sizes(most: int) -> list[int]:
@@ -507,13 +533,14 @@ def _graph_sizes(most: int) -> list[int]:
     return [*(size for size in sizes if size < most), most]
 
 
-def _response(output: Mapping[str, Any]) -> Response:
+def _response(output: Mapping[str, Any], stop: Collection[int]) -> Response:
     meta = output["meta_info"]
     reason = meta["finish_reason"]
     if reason["type"] not in ("stop", "length"):
         raise RuntimeError(f"a response ended with {reason}")
     logprobs, tokens, *_ = zip(*meta["output_token_logprobs"], strict=True)
-    return Response(list(tokens), list(logprobs), reason["type"] == "length")
+    # A stop token at the last place counts as reached length in some versions.
+    return Response(list(tokens), list(logprobs), reason["type"] == "length" and tokens[-1] not in stop)
 
 
 def _metadata(bucket: Bucket) -> list[Any]:
