@@ -97,7 +97,8 @@ def test_varlen_bfloat16_is_as_near_to_float32_as_transformers_is_and_respects_b
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_after_an_update_the_engine_samples_from_the_actors_weights(dtype, models, layouts):
     model, layout = ModelConfig(path=str(models / "qwen2"), dtype=dtype), layouts["cuda"]
-    actor = ActorWorker(model, ActorConfig(learning_rate=1e-2), AlgorithmConfig(), layout, 1.0, 10)
+    # Eager as the engine is: compiled layers round less often, and the gap would be between the two ways.
+    actor = ActorWorker(model, ActorConfig(learning_rate=1e-2, compile=False), AlgorithmConfig(), layout, 1.0, 10)
     tokens, lengths, mask = sequences()
     fields = {
         "tokens": jagged(tokens.split(lengths)),
@@ -122,8 +123,7 @@ def test_after_an_update_the_engine_samples_from_the_actors_weights(dtype, model
         assert torch.equal(sent, master.to(sent.dtype)), name
     ours = actor.compute_logprobs(samples)["old_logprobs"].values()
     gap = (ours - samples["rollout_logprobs"].values())[samples["response_mask"].values()].abs()
-    # The actor's compiled layers round less often than the engine's eager ones.
-    assert gap.mean() < (0.03 if dtype == "bfloat16" else 1e-5)
+    assert gap.mean() < (0.02 if dtype == "bfloat16" else 1e-5)
 
 
 def batch_of(count: int, seed: int):
