@@ -29,6 +29,10 @@ class AlgorithmConfig:
         return self.prompts_per_step * self.samples_per_prompt
 
     @property
+    def samples_per_update(self) -> int:
+        return self.samples_per_step // self.minibatches_per_step
+
+    @property
     def on_policy(self) -> bool:
         """Whether a step's samples are used for one update alone, whose ratio is 1."""
         return self.minibatches_per_step == 1 and self.epochs_per_step == 1

@@ -120,7 +120,7 @@ class TrainConfig(RunConfig):
             )
         if self.evaluation.samples_per_prompt < 1 or self.evaluation.every < 0:
             raise ConfigError("evaluation.samples_per_prompt must be at least 1 and evaluation.every at least 0.")
-        update = self.algorithm.samples_per_step // self.algorithm.minibatches_per_step
+        update = self.algorithm.samples_per_update
         parts = world // self.actor.tensor_parallel
         if update < parts:
             raise ConfigError(
@@ -142,7 +142,7 @@ class TrainConfig(RunConfig):
     def sizes(self, world: int) -> list[tuple[str, int, float]]:
         """(what, in total, per data-parallel part), for the table printed before the model is loaded."""
         a, parts = self.algorithm, world // self.actor.tensor_parallel
-        update = a.samples_per_step // a.minibatches_per_step
+        update = a.samples_per_update
         totals = [
             ("prompts of a step", a.prompts_per_step),
             ("samples of a step", a.samples_per_step),

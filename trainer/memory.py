@@ -14,10 +14,7 @@ from workers.plan import OUTSIDE, Job, Parts
 def job_of(config: TrainConfig, world: int, device: torch.device, total: int) -> Job:
     """What decides the memory of one of `world` ranks, on devices like `device` with `total` bytes."""
     algorithm, tensor = config.algorithm, config.actor.tensor_parallel
-    update, engines = (
-        algorithm.samples_per_step // algorithm.minibatches_per_step,
-        world // config.rollout.tensor_parallel,
-    )
+    engines = world // config.rollout.tensor_parallel
     return Job(
         read_config(config.model),
         compute_dtype(config.model, device),
@@ -26,7 +23,7 @@ def job_of(config: TrainConfig, world: int, device: torch.device, total: int) ->
         fuse=config.actor.fuses(device),
         shards=count_shards(world, config.actor.replicate, tensor),
         total=total,
-        samples=-(-update // (world // tensor)),
+        samples=-(-algorithm.samples_per_update // (world // tensor)),
         longest=config.data.max_prompt_tokens + config.rollout.max_response_tokens,
         rows=-(-algorithm.prompts_per_step // engines) * algorithm.samples_per_prompt,
         reference=bool(algorithm.kl_coefficient),

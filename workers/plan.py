@@ -17,6 +17,7 @@ import transformers
 
 from workers.actor import ActorConfig
 from workers.parallel import policy
+from workers.parallel.flops import head_width
 from workers.parallel.logprobs import Head
 from workers.rollout import RolloutConfig
 
@@ -149,7 +150,7 @@ def activations(config: transformers.PretrainedConfig, slices: int, compute: tor
     """
     e = compute.itemsize
     hidden, heads, kv_heads = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
-    width = _head_width(config)
+    width = head_width(config)
     queries, keys, inner = heads * width // slices, kv_heads * width // slices, config.intermediate_size // slices
     # Query, key, value, what comes out, its log-sum-exp; and the two norms' divisors.
     small = 2 * (queries + keys) * e + 4 * heads // slices + 2 * 4
@@ -220,12 +221,8 @@ def _gathered(job: Job, w: Weights) -> Parts:
 def _embedded_rollout(job: Job) -> int:
     """KV cache of all samples at once, held twice as finished rows leave it, and their logits as they are sampled."""
     model = job.model
-    cell = 2 * model.num_hidden_layers * model.num_key_value_heads * _head_width(model) * job.compute.itemsize
+    cell = 2 * model.num_hidden_layers * model.num_key_value_heads * head_width(model) * job.compute.itemsize
     return job.rows * (2 * job.longest * cell + 5 * 4 * model.vocab_size)
-
-
-def _head_width(config: transformers.PretrainedConfig) -> int:
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def most_tokens(job: Job, weights: Weights) -> int | None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from grpo.batch import jagged, make_batch
+from grpo.batch import jagged, make_batch, with_values
 from grpo.losses import AlgorithmConfig
 from trainer.trainer import attach
 from workers.actor import ActorConfig, ActorWorker
@@ -45,6 +45,16 @@ def ragged_batch():
     return batch, jagged(noise)
 
 
+def attach_logprobs(batch, noise: torch.Tensor, logprobs, ref) -> None:
+    """Give the controller's batch the log-probabilities of the reference, and the actor's with and without noise."""
+    if batch is None:
+        return
+    attach(batch, ref)
+    mask, ours = batch["response_mask"], logprobs["old_logprobs"]
+    batch["old_logprobs"] = with_values(mask, ours.values() + noise.values() * mask.values())
+    batch["rollout_logprobs"] = ours
+
+
 def step(kind: str, models: Path, layout: Layout) -> dict[str, torch.Tensor]:
     """Log-probabilities, one update, one sync, one rollout; what the controller knows of each."""
     controls = dist.get_rank() == 0
@@ -62,11 +72,7 @@ def step(kind: str, models: Path, layout: Layout) -> dict[str, torch.Tensor]:
     batch = batch if controls else None
     logprobs = actor.compute_logprobs(batch)
     ref = reference.compute_logprobs(batch)
-    if controls:
-        attach(batch, ref)
-        old = logprobs["old_logprobs"].values() + noise.values() * batch["response_mask"].values()
-        batch["old_logprobs"] = torch.nested.nested_tensor_from_jagged(old, noise.offsets())
-        batch["rollout_logprobs"] = logprobs["old_logprobs"]
+    attach_logprobs(batch, noise, logprobs, ref)
     metrics = actor.update(batch)
 
     engine = TorchEngine(model, layout.device)

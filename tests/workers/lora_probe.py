@@ -13,8 +13,7 @@ import torch.distributed as dist
 
 from grpo.batch import jagged, make_batch
 from grpo.losses import AlgorithmConfig
-from tests.workers.layout_probe import TEMPERATURE, ragged_batch
-from trainer.trainer import attach
+from tests.workers.layout_probe import TEMPERATURE, attach_logprobs, ragged_batch
 from workers.actor import ActorConfig, ActorWorker
 from workers.engines.torch_engine import TorchEngine
 from workers.parallel import policy
@@ -63,11 +62,7 @@ def step(model: ModelConfig, layout: Layout, engine_dtype: str = "float32") -> d
     # First of all, with the adapters off: what FSDP learns of the parameters at its first pass must still be right.
     ref = reference.compute_logprobs(batch)
     logprobs = actor.compute_logprobs(batch)
-    if controls:
-        attach(batch, ref)
-        old = logprobs["old_logprobs"].values() + noise.values() * batch["response_mask"].values()
-        batch["old_logprobs"] = torch.nested.nested_tensor_from_jagged(old, noise.offsets())
-        batch["rollout_logprobs"] = logprobs["old_logprobs"]
+    attach_logprobs(batch, noise, logprobs, ref)
     metrics = actor.update(batch)
     end = whole(actor)
     means = [actor.optimizer.state[p]["exp_avg"].full_tensor() for p in actor.parameters if p.requires_grad]

@@ -26,7 +26,7 @@ class Flops:
     def of(cls, config: transformers.PretrainedConfig) -> "Flops":
         """Those of a dense Qwen2, Qwen3 or Llama."""
         hidden, heads = config.hidden_size, config.num_attention_heads
-        width = getattr(config, "head_dim", None) or hidden // heads
+        width = head_width(config)
         attention = hidden * width * (2 * heads + 2 * config.num_key_value_heads)
         layer = attention + 3 * hidden * config.intermediate_size
         layers = config.num_hidden_layers
@@ -40,6 +40,11 @@ class Flops:
     def cost(self, length: int) -> int:
         """Of one sequence whose tokens are all predicted, as what balances work."""
         return self.forward([length], length)
+
+
+def head_width(config: transformers.PretrainedConfig) -> int:
+    """The size of one attention head."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def peak_of(name: str) -> float | None:
