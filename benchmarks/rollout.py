@@ -17,9 +17,9 @@ import torch.distributed as dist
 
 from benchmarks import shapes
 from benchmarks.shapes import SHAPES, make
+from grpo.algorithm import AlgorithmConfig
 from grpo.batch import jagged, make_batch
 from grpo.config import load, option
-from grpo.losses import AlgorithmConfig
 from workers.actor import ActorConfig, ActorWorker
 from workers.parallel.mesh import join, make_layout, pick_device
 from workers.parallel.policy import ModelConfig

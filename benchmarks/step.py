@@ -22,9 +22,9 @@ import torch.distributed as dist
 from benchmarks import shapes
 from benchmarks.shapes import SHAPES, make
 from grpo.advantages import compute_advantages
+from grpo.algorithm import AlgorithmConfig
 from grpo.batch import jagged, lengths_of, make_batch
 from grpo.config import load, option
-from grpo.losses import AlgorithmConfig
 from workers.actor import ActorConfig, ActorWorker
 from workers.engines.sglang_engine import SGLangEngine
 from workers.parallel.mesh import join, make_layout, pick_device
@@ -98,7 +98,7 @@ def main() -> None:
         if controls:
             batch["group"] = torch.arange(settings.prompts).repeat_interleave(settings.samples)
             batch["rewards"] = torch.tensor([float(tokens[-1] % 2) for tokens in batch["tokens"].unbind()])
-        batch = compute_advantages(batch, True)
+        batch = compute_advantages(batch, algorithm)
         ready = time.perf_counter()
         metrics = actor.update(batch)
         ended = time.perf_counter()

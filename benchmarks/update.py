@@ -19,9 +19,10 @@ import torch.distributed as dist
 
 from benchmarks import shapes
 from benchmarks.shapes import SHAPES, make
+from grpo.advantages import weigh_tokens
+from grpo.algorithm import AlgorithmConfig
 from grpo.batch import jagged, make_batch
 from grpo.config import load, option
-from grpo.losses import AlgorithmConfig
 from workers.actor import ActorConfig, ActorWorker
 from workers.parallel.flops import Flops, peak_of
 from workers.parallel.mesh import join, make_layout, pick_device
@@ -56,7 +57,7 @@ def main() -> None:
         fields = {"tokens": jagged(tokens), "response_mask": jagged([learned] * count)}
         for name in ("advantages", "rollout_logprobs"):
             fields[name] = jagged([torch.randn(settings.length, generator=random) for _ in range(count)])
-        batch = make_batch(fields)
+        batch = weigh_tokens(make_batch(fields), AlgorithmConfig())
     seconds = []
     for round_ in range(settings.rounds + 2):
         if device.type == "cuda":

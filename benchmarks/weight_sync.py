@@ -21,9 +21,9 @@ from rich.table import Table
 
 from benchmarks import shapes
 from benchmarks.shapes import SHAPES, make
+from grpo.algorithm import AlgorithmConfig
 from grpo.batch import jagged, make_batch
 from grpo.config import load, option
-from grpo.losses import AlgorithmConfig
 from workers.actor import ActorConfig, ActorWorker
 from workers.engines.protocol import Bucket
 from workers.engines.sglang_engine import SGLangEngine

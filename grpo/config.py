@@ -8,7 +8,7 @@ known one; `describe` lists the tree for `--help` and docs/config.md.
 import dataclasses
 import difflib
 import typing
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,9 +25,12 @@ class ConfigError(ValueError):
     """
 
 
-def option(default: Any, doc: str) -> Any:
-    """A dataclass field with its doc; a list, a dict or a dataclass type default is made afresh each time."""
-    metadata = {"doc": doc}
+def option(default: Any, doc: str, stands_for: Callable[[Any], dict[str, Any]] | None = None) -> Any:
+    """A dataclass field with its doc; a list, a dict or a dataclass type default is made afresh each time.
+
+    `stands_for` makes it one whose value stands for values of its neighbours: those that are not set themselves.
+    """
+    metadata = {"doc": doc, "stands_for": stands_for}
     if isinstance(default, type):
         return dataclasses.field(default_factory=default, metadata=metadata)
     if isinstance(default, list | dict):
@@ -83,6 +86,11 @@ def load(schema: type[T], path: str | Path | None = None, overrides: list[str] |
                 f"The value in {override!r} is not valid YAML: {' '.join(str(error).split())}."
             ) from error
     known = [key for key, *_ in describe(schema)]
+    for key, stands_for in _standing_for_others(schema):
+        values = [value for _, layer in given if (value := OmegaConf.select(layer, key)) is not None]
+        if values:
+            own, _, _ = key.rpartition(".")
+            OmegaConf.update(tree, own, stands_for(values[-1])) if own else tree.merge_with(stands_for(values[-1]))
     for source, layer in given:
         if not OmegaConf.is_dict(layer):
             raise ConfigError(f"{source} must hold `key: value` settings at its top level.")
@@ -97,6 +105,15 @@ def load(schema: type[T], path: str | Path | None = None, overrides: list[str] |
         return OmegaConf.to_object(tree)
     except OmegaConfBaseException as error:
         raise ConfigError(f"Setting {error.full_key}: {str(error).splitlines()[0]}") from error
+
+
+def _standing_for_others(schema: type, prefix: str = "") -> Iterator[tuple[str, Callable[[Any], dict[str, Any]]]]:
+    hints = typing.get_type_hints(schema)
+    for field in dataclasses.fields(schema):
+        if dataclasses.is_dataclass(hints[field.name]):
+            yield from _standing_for_others(hints[field.name], f"{prefix}{field.name}.")
+        elif field.metadata["stands_for"] is not None:
+            yield prefix + field.name, field.metadata["stands_for"]
 
 
 def to_yaml(config: Any) -> str:

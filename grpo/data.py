@@ -216,10 +216,10 @@ class PromptStream:
         """How many times the dataset has been gone through."""
         return self.given / len(self.prompts)
 
-    def next(self) -> list[Prompt]:
-        """The `prompts_per_step` prompts of the next step."""
+    def next(self, count: int | None = None) -> list[Prompt]:
+        """The next `count` prompts; where it is not said, the `prompts_per_step` of a step."""
         step = []
-        for _ in range(self.prompts_per_step):
+        for _ in range(self.prompts_per_step if count is None else count):
             step.append(self.prompts[self._order[self.given % len(self.prompts)]])
             self.given += 1
             if self.given % len(self.prompts) == 0:

@@ -1,101 +1,166 @@
-"""The losses: pure functions of log-probabilities, each a sum over tokens that the caller divides by a global count.
+"""The losses: pure functions of log-probabilities of response tokens, each token with its weight in the minibatch.
 
-Dividing by the number of response tokens of the whole minibatch, over all ranks and micro-batches, makes the
-gradient independent of how the batch was cut (that every token weighs the same is DAPO's choice, arXiv:2503.14476,
-section 3.3).
+The weights (grpo/advantages.py) hold the denominators, counted over all ranks and micro-batches: a loss is a plain sum
+here, and its gradient is the same however the batch was cut.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 import torch
 
-from grpo.config import ConfigError, option
+from grpo.algorithm import AlgorithmConfig
+
+# ratios: what is one in value where the policy is the one that sampled, and carries the gradient
 
 
-@dataclass
-class AlgorithmConfig:
-    prompts_per_step: int = option(32, "Prompts of one step: each is answered samples_per_prompt times.")
-    samples_per_prompt: int = option(8, "Responses sampled to each prompt: one group.")
-    minibatches_per_step: int = option(1, "Optimizer updates that one pass over a step's samples is cut into.")
-    epochs_per_step: int = option(1, "Passes over a step's samples.")
-    clip_low: float = option(0.2, "The ratio is clipped below at 1 - clip_low.")
-    clip_high: float = option(0.2, "The ratio is clipped above at 1 + clip_high.")
-    scale_by_std: bool = option(True, "Divide a group's advantages by their standard deviation.")
-    kl_coefficient: float = option(0.0, "Weight of the KL term towards the reference (the policy at the start).")
-    entropy_coefficient: float = option(0.0, "Weight of the entropy bonus.")
-
-    @property
-    def samples_per_step(self) -> int:
-        return self.prompts_per_step * self.samples_per_prompt
-
-    @property
-    def samples_per_update(self) -> int:
-        return self.samples_per_step // self.minibatches_per_step
-
-    @property
-    def on_policy(self) -> bool:
-        """Whether a step's samples are used for one update alone, whose ratio is 1."""
-        return self.minibatches_per_step == 1 and self.epochs_per_step == 1
-
-    def check(self) -> None:
-        """Raise ConfigError for the first value that cannot work."""
-        counts = ("prompts_per_step", "samples_per_prompt", "minibatches_per_step", "epochs_per_step")
-        for name in counts:
-            if getattr(self, name) < 1:
-                raise ConfigError(f"algorithm.{name}={getattr(self, name)} must be at least 1.")
-        if self.samples_per_prompt < 2:
-            raise ConfigError(
-                "algorithm.samples_per_prompt=1 leaves nothing to compare a response with: use 2 or more."
-            )
-        if self.prompts_per_step % self.minibatches_per_step:
-            raise ConfigError(
-                f"algorithm.prompts_per_step={self.prompts_per_step} cannot be cut into "
-                f"algorithm.minibatches_per_step={self.minibatches_per_step} equal minibatches: use a divisor."
-            )
-        for name in ("clip_low", "clip_high", "kl_coefficient", "entropy_coefficient"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"algorithm.{name}={getattr(self, name)} must not be negative.")
-        if self.clip_low >= 1:
-            raise ConfigError(f"algorithm.clip_low={self.clip_low} must be below 1: the ratio cannot be negative.")
+def token_ratio(logprobs_N: torch.Tensor, old_N: torch.Tensor, owner_N: torch.Tensor) -> torch.Tensor:
+    """r_t = pi(o_t) / pi_old(o_t)"""
+    return (logprobs_N - old_N).exp()
 
 
-def grpo_loss(
-    logprobs_N: torch.Tensor,
-    entropy_N: torch.Tensor,
-    advantages_N: torch.Tensor,
-    old_logprobs_N: torch.Tensor | None,
-    ref_logprobs_N: torch.Tensor | None,
-    config: AlgorithmConfig,
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The clipped surrogate of PPO, summed over tokens, with KL and entropy terms (arXiv:2402.03300, equation 3).
+def sequence_ratio(logprobs_N: torch.Tensor, old_N: torch.Tensor, owner_N: torch.Tensor) -> torch.Tensor:
+    """r_i = (pi(o_i) / pi_old(o_i))^(1 / |o_i|)
 
-    loss = sum_t [ -min(r A, clip(r, 1 - low, 1 + high) A) + kl_coefficient k3 - entropy_coefficient H ]
-
-    with the ratio r = exp(logp - old_logp) and k3 = exp(ref - logp) - (ref - logp) - 1
-    (http://joschu.net/blog/kl-approx.html). All tensors are [N] float32, one entry a response token. Without old
-    log-probabilities the samples are on-policy: the ratio is 1 in value and carries the gradient all the same.
-    Returns the sum and a dict of detached sums over tokens (and, for ratio/max, a maximum).
+    Each token carries the sequence's value and its own gradient: their mean over the sequence has the gradient of the
+    sequence's ratio (GSPO-token, arXiv:2507.18071, equation 14).
     """
-    old = logprobs_N.detach() if old_logprobs_N is None else old_logprobs_N
-    ratio = (logprobs_N - old).exp()
-    clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
-    loss = -torch.minimum(ratio * advantages_N, clipped * advantages_N).sum()
+    whole_N = _over_sequence((logprobs_N - old_N).detach(), owner_N, mean=True)
+    return (whole_N + logprobs_N - logprobs_N.detach()).exp()
+
+
+RATIOS = {"token": token_ratio, "sequence": sequence_ratio}
+
+
+def _over_sequence(values_N: torch.Tensor, owner_N: torch.Tensor, mean: bool) -> torch.Tensor:
+    """[N]: at each token the sum, or mean, of its sequence's values. owner_N: [N] int64 numbers the sequences."""
+    _, owner_N = owner_N.unique(return_inverse=True)
+    count_S = torch.bincount(owner_N)
+    sums_S = values_N.new_zeros(len(count_S)).index_add_(0, owner_N, values_N)
+    return (sums_S / count_S if mean else sums_S)[owner_N]
+
+
+# clips: what is to be raised, from ratio, log-probability and advantage
+
+
+def ppo(
+    ratio_N: torch.Tensor, logprobs_N: torch.Tensor, advantages_N: torch.Tensor, config: AlgorithmConfig
+) -> torch.Tensor:
+    """min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)
+
+    With dual_clip c no less than c A where A < 0 (arXiv:1912.09729, equation 5).
+    """
+    clipped = ratio_N.clamp(1 - config.clip_low, 1 + config.clip_high)
+    objective = torch.minimum(ratio_N * advantages_N, clipped * advantages_N)
+    if config.dual_clip:
+        objective = objective.where(advantages_N >= 0, torch.maximum(objective, config.dual_clip * advantages_N))
+    return objective
+
+
+def cispo(
+    ratio_N: torch.Tensor, logprobs_N: torch.Tensor, advantages_N: torch.Tensor, config: AlgorithmConfig
+) -> torch.Tensor:
+    """sg[clip(r, 1 - clip_low, 1 + clip_high)] A log pi(o_t)"""
+    return ratio_N.detach().clamp(1 - config.clip_low, 1 + config.clip_high) * advantages_N * logprobs_N
+
+
+def unclipped(
+    ratio_N: torch.Tensor, logprobs_N: torch.Tensor, advantages_N: torch.Tensor, config: AlgorithmConfig
+) -> torch.Tensor:
+    """r A"""
+    return ratio_N * advantages_N
+
+
+CLIPS = {"ppo": ppo, "cispo": cispo, "none": unclipped}
+
+
+# estimators of KL(policy, reference), from log r = log policy - log reference (http://joschu.net/blog/kl-approx.html)
+
+
+def k1(log_ratio_N: torch.Tensor) -> torch.Tensor:
+    """log(pi / ref)"""
+    return log_ratio_N
+
+
+def k2(log_ratio_N: torch.Tensor) -> torch.Tensor:
+    """log(pi / ref)^2 / 2"""
+    return log_ratio_N.square() / 2
+
+
+def k3(log_ratio_N: torch.Tensor) -> torch.Tensor:
+    """ref / pi - 1 - log(ref / pi)"""
+    return (-log_ratio_N).expm1() + log_ratio_N  # expm1 keeps the digits of a small difference
+
+
+ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}
+
+
+# the correction: what the engine sampled from is not quite what the trainer computes
+
+
+def truncate(weight_N: torch.Tensor, config: AlgorithmConfig) -> torch.Tensor:
+    """min(w, correction_high)
+
+    Truncated importance sampling (https://fengyao.notion.site/off-policy-rl).
+    """
+    return weight_N.clamp(max=config.correction_high)
+
+
+def mask(weight_N: torch.Tensor, config: AlgorithmConfig) -> torch.Tensor:
+    """w if correction_low <= w <= correction_high else 0
+
+    What is masked still counts in the denominators (IcePop, arXiv:2510.18855).
+    """
+    inside = (weight_N >= config.correction_low) & (weight_N <= config.correction_high)
+    return weight_N.where(inside, 0.0)
+
+
+CORRECTIONS = {"truncate": truncate, "mask": mask}
+
+
+def policy_loss(
+    logprobs_N: torch.Tensor, entropy_N: torch.Tensor, fields: Mapping[str, torch.Tensor], config: AlgorithmConfig
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """loss = sum_t weight_t [ -w_t objective_t + kl_coefficient kl_t - entropy_coefficient H_t ]
+
+    `fields`, each [N]: advantages and weights float32, owner int64 (which sequence a token is of), rollout_logprobs
+    where there is a correction, and where there are any old_logprobs and ref_logprobs, float32. Without old ones the
+    samples are on-policy: the ratio is 1 in value and carries the gradient all the same. Where
+    `config.sees_whole_responses`, the N tokens are those of whole responses; otherwise any tokens will do.
+
+    Returns the sum and a dict of detached sums over tokens (for names that end in max, a maximum).
+    """
+    advantages, weights, owner = fields["advantages"], fields["weights"], fields["owner"]
+    old = fields["old_logprobs"] if "old_logprobs" in fields else logprobs_N.detach()
+    ratio = RATIOS[config.ratio if config.needs_old_logprobs else "token"](logprobs_N, old, owner)
+    loss = -CLIPS[config.clip](ratio, logprobs_N, advantages, config)
+    value = ratio.detach()
+    low, high = value < 1 - config.clip_low, value > 1 + config.clip_high
+    if config.clip == "ppo":
+        low, high = low & (advantages < 0), high & (advantages > 0)
     sums = {
         "entropy": entropy_N.detach().sum(),
-        "clip/low": ((ratio < 1 - config.clip_low) & (advantages_N < 0)).sum(),
-        "clip/high": ((ratio > 1 + config.clip_high) & (advantages_N > 0)).sum(),
-        "ratio/max": ratio.detach().max() if len(ratio) else ratio.new_zeros(()),
+        "clip/low": low.sum(),
+        "clip/high": high.sum(),
+        "ratio/max": value.max() if len(value) else value.new_zeros(()),
     }
-    if ref_logprobs_N is not None:
-        log_ratio = ref_logprobs_N - logprobs_N
-        kl = log_ratio.expm1() - log_ratio  # expm1 keeps the digits of a small difference
+    if config.correction != "none":
+        gap = old - fields["rollout_logprobs"]
+        if config.correction_level == "sequence":
+            gap = _over_sequence(gap, owner, mean=False)
+        weight = gap.exp()
+        corrected = CORRECTIONS[config.correction](weight, config)
+        loss = loss * corrected
+        sums |= {"correction/mean": corrected.sum(), "correction/bounded": (corrected != weight).sum()}
+    if "ref_logprobs" in fields:
+        kl = ESTIMATORS[config.kl_estimator](logprobs_N - fields["ref_logprobs"])
         sums["kl"] = kl.detach().sum()
-        loss = loss + config.kl_coefficient * kl.sum()
+        if config.kl_in == "loss":
+            loss = loss + config.kl_coefficient * (ratio * kl if config.kl_ratio else kl)
     if config.entropy_coefficient:
-        loss = loss - config.entropy_coefficient * entropy_N.sum()
-    return loss, sums
+        loss = loss - config.entropy_coefficient * entropy_N
+    return (weights * loss).sum(), sums
 
 
-def imitation_loss(logprobs_N: torch.Tensor) -> torch.Tensor:
-    """The negative log-likelihood of the response tokens, summed: what supervised training minimises."""
-    return -logprobs_N.sum()
+def imitation_loss(logprobs_N: torch.Tensor, weights_N: torch.Tensor) -> torch.Tensor:
+    """The negative log-likelihood of the response tokens, weighted: what supervised training minimises."""
+    return -(weights_N * logprobs_N).sum()

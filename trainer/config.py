@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from rich.table import Table
 
 import rewards
+from grpo.algorithm import AlgorithmConfig
 from grpo.config import ConfigError, option
 from grpo.data import DataConfig
-from grpo.losses import AlgorithmConfig
 from rewards import RewardsConfig
 from trainer.tracking import TrackingConfig
 from workers.actor import ActorConfig
@@ -104,6 +104,10 @@ class TrainConfig(RunConfig):
     rollout: RolloutConfig = option(RolloutConfig, "")
     rewards: RewardsConfig = option(RewardsConfig, "")
     evaluation: EvaluationConfig = option(EvaluationConfig, "")
+
+    def __post_init__(self) -> None:
+        if self.algorithm.aggregate == "constant" and self.algorithm.constant_length is None:
+            self.algorithm.constant_length = self.rollout.max_response_tokens
 
     def check(self, world: int) -> None:
         super().check(world)

@@ -27,7 +27,7 @@ def job_of(config: TrainConfig, world: int, device: torch.device, total: int) ->
         longest=config.data.max_prompt_tokens + config.rollout.max_response_tokens,
         rows=-(-algorithm.prompts_per_step // engines) * algorithm.samples_per_prompt,
         reference=bool(algorithm.kl_coefficient),
-        off_policy=not algorithm.on_policy,
+        off_policy=algorithm.needs_old_logprobs,
     )
 
 

@@ -8,10 +8,11 @@ import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 
+from grpo.advantages import weigh_tokens
+from grpo.algorithm import AlgorithmConfig
 from grpo.batch import jagged, make_batch
 from grpo.config import to_yaml
 from grpo.data import PromptStream, load_prompts, tokenize_responses
-from grpo.losses import AlgorithmConfig
 from trainer.checkpoint import Checkpoints, export
 from trainer.config import SftConfig, sizes_table
 from trainer.tracking import Stopwatch, Tracker
@@ -38,11 +39,12 @@ class Demonstrations:
             self.stream.load_state_dict(position)
 
     def next(self) -> TensorDict:
-        """The batch of the next step, with tokens [B, *] and response_mask [B, *]."""
+        """The batch of the next step, with tokens, response_mask and weights, each [B, *]."""
         prompts = self.stream.next()
         tokens = [torch.tensor(prompt.tokens + self.responses[prompt.index]) for prompt in prompts]
         mask = [torch.arange(len(row)) >= len(prompt.tokens) for row, prompt in zip(tokens, prompts, strict=True)]
-        return make_batch({"tokens": jagged(tokens), "response_mask": jagged(mask)})
+        batch = make_batch({"tokens": jagged(tokens), "response_mask": jagged(mask)})
+        return weigh_tokens(batch, AlgorithmConfig(aggregate="token_mean"))
 
 
 def run_sft(config: SftConfig, device: torch.device, run_folder: Path) -> Path:

@@ -4,6 +4,8 @@ Every process runs these lines. On the controller (rank 0) `batch` is the global
 worker methods split it over the ranks and collect what they return (workers/dispatch.py).
 """
 
+import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
@@ -16,8 +18,8 @@ import transformers
 from tensordict import TensorDict
 
 import rewards
-from grpo.advantages import compute_advantages, groups_with_signal
-from grpo.batch import examples_of, jagged, lengths_of, make_batch
+from grpo.advantages import compute_advantages, groups_with_signal, overlong_penalty
+from grpo.batch import concatenate, examples_of, jagged, lengths_of, make_batch, select
 from grpo.config import ConfigError, to_yaml
 from grpo.data import Prompt, Prompts, PromptStream, load_prompts
 from rewards import RewardPool
@@ -94,7 +96,8 @@ class Trainer:
         self.tracker = Tracker(config.tracking, self.run_folder, config.steps, asdict(config), self.step)
         self.stack.enter_context(self.tracker)
         self.watch = Stopwatch(self.device.type == "cuda", self._phase)
-        (self.run_folder / "config.yaml").write_text(to_yaml(config))
+        (self.run_folder / "config.yaml").write_text(f"# algorithm: {config.algorithm.name()}\n{to_yaml(config)}")
+        self.tracker.say(f"Algorithm: {config.algorithm.name()}")
         self.tracker.say(sizes_table(config, dist.get_world_size()))
         if self.device.type == "cuda":
             self._plan_memory(torch.cuda.mem_get_info()[1])
@@ -138,26 +141,71 @@ class Trainer:
                 self.tracker.say(table)
 
     def learn(self) -> dict[str, float]:
-        """One step: sample, grade, compare, update."""
+        """One step: sample and grade, compare, update."""
         config = self.config.algorithm
-        prompts = self.next_prompts()
-        with self.sharding.serving(), self.watch("rollout"):
-            batch = self.rollout.generate(prompts, config.samples_per_prompt)
+        batch, metrics = self.collect()
         self.sharding.expect_current(batch)
-        with self.watch("rewards"):
-            metrics = self.grade(batch, prompts, config.samples_per_prompt)
-        batch = compute_advantages(batch, config.scale_by_std)
         if self.ref is not None:
             with self.watch("ref"):
                 attach(batch, self.ref.compute_logprobs(batch))
-        if not config.on_policy:
+        if config.needs_old_logprobs:
             with self.watch("old_logprobs"):
                 attach(batch, self.actor.compute_logprobs(batch))
+        batch = compute_advantages(batch, config)
+        metrics |= advantage_metrics(batch)
         with self.watch("update"):
             metrics |= self.actor.update(batch)
         if warning := self.sharding.judge_gap(metrics):
             self.say(warning)
         return metrics | self.rollout.metrics | self.sharding.metrics
+
+    def collect(self) -> tuple[TensorDict | None, dict[str, float]]:
+        """The graded samples of a step, on the controller, and what was sampled for them as metrics.
+
+        Where groups without signal are replaced, further prompts are sampled until there are enough groups with one,
+        at most `resample_rounds` times; what is missing then is filled with groups without.
+        """
+        config, longest = self.config.algorithm, self.config.rollout.max_response_tokens
+        rounds: list[TensorDict | None] = []
+        metrics: dict[str, float] = Counter()  # which adds up what the rounds say
+        count = config.prompts_per_step
+        with self.sharding.serving():
+            while count and len(rounds) <= config.resample_rounds:
+                prompts = self.make_prompts(self.stream.next(count) if self.controls else [])
+                with self.watch("rollout"):
+                    batch = self.rollout.generate(prompts, config.samples_per_prompt)
+                with self.watch("rewards"):
+                    metrics.update(self.grade(batch, prompts, config.samples_per_prompt))
+                rounds.append(batch)
+                count = self._still_wanted(rounds) if config.resample_rounds else 0
+        if not self.controls:
+            return None, {}
+        batch = join_rounds(rounds)
+        metrics = {**metrics, **batch_metrics(batch)}
+        if config.resample_rounds:
+            metrics |= {"resampling/rounds": len(rounds) - 1, "resampling/groups": len(batch["group"].unique())}
+            batch = keep_groups(batch, config.prompts_per_step)
+            signal = groups_with_signal(batch["rewards"], batch["group"])
+            metrics["resampling/filled"] = 1 - float(signal.float().mean())
+        if config.overlong_share:
+            penalty = overlong_penalty(response_lengths(batch), longest, config.overlong_share)
+            batch["rewards"] = batch["rewards"] + penalty
+            metrics["reward/overlong/mean"] = float(penalty.mean())
+        return batch, metrics
+
+    def _still_wanted(self, rounds: list[TensorDict | None]) -> int:
+        """How many further prompts to sample, the same on every rank: as many as should give what is missing."""
+        count = torch.zeros((), dtype=torch.int64)
+        if self.controls:
+            batch = join_rounds(rounds)
+            signal = groups_with_signal(batch["rewards"], batch["group"])
+            wanted, found = self.config.algorithm.prompts_per_step, int(signal.sum())
+            if found < wanted:
+                likely = math.ceil((wanted - found) * len(signal) / max(found, 1))
+                engines = dist.get_world_size() // self.config.rollout.tensor_parallel
+                count.fill_(max(min(likely, wanted), engines))
+        dist.broadcast(count, 0)
+        return int(count)
 
     def evaluate(self) -> dict[str, float]:
         """Accuracy and length on the held-out prompts, as metrics under eval/; empty where there are none."""
@@ -172,14 +220,11 @@ class Trainer:
             metrics = self.grade(batch, prompts, config.samples_per_prompt)
         if batch is None:
             return {}
+        metrics |= batch_metrics(batch)
         metrics["time/sync"] = self.sharding.metrics["time/sync"]
         accuracy = config.accuracy or next(iter(self.config.rewards.weights))
         metrics["accuracy"] = float((batch[f"rewards/{accuracy}"] >= 1 - 1e-6).float().mean())
         return {f"eval/{name}": value for name, value in metrics.items()}
-
-    def next_prompts(self) -> TensorDict | None:
-        """The prompts of the next step, on the controller."""
-        return self.make_prompts(self.stream.next() if self.controls else [])
 
     def make_prompts(self, prompts: Sequence[Prompt]) -> TensorDict | None:
         """A batch with tokens [P, *], group [P] and example [P], on the controller."""
@@ -191,7 +236,7 @@ class Trainer:
         return make_batch({"tokens": tokens, "group": torch.arange(len(prompts))}, rows)
 
     def grade(self, batch: TensorDict | None, prompts: TensorDict | None, samples: int) -> dict[str, float]:
-        """Add group, example, rewards and its parts to the batch; returns what the samples look like as metrics."""
+        """Add group, example, rewards and its parts to the batch; returns what grading came to as metrics."""
         if batch is None:
             return {}
         batch["group"] = prompts["group"].repeat_interleave(samples)
@@ -208,7 +253,7 @@ class Trainer:
             )
         if self.tracker.wants_samples(self.step) and samples == self.config.algorithm.samples_per_prompt:
             self.tracker.samples(self.step, sample_rows(batch, texts, examples))
-        return {**batch_metrics(batch), "reward/failed": len(scores.failures), "time/rewards_pool": scores.seconds}
+        return {"reward/failed": len(scores.failures), "time/rewards_pool": scores.seconds}
 
     def response_texts(self, batch: TensorDict) -> list[str]:
         """What the policy wrote in each sample, as text, without the stop token it ended with."""
@@ -252,10 +297,35 @@ def attach(batch: TensorDict | None, fields: TensorDict | None) -> None:
         batch.update(fields)
 
 
+def join_rounds(rounds: Sequence[TensorDict]) -> TensorDict:
+    """The rows of all rounds, whose groups get numbers of their own."""
+    if len(rounds) == 1:
+        return rounds[0]
+    joined, first = [], 0
+    for batch in rounds:
+        batch = batch.exclude("example")
+        batch["group"] = batch["group"] + first
+        first = int(batch["group"].max()) + 1
+        joined.append(batch)
+    return concatenate(joined)
+
+
+def keep_groups(batch: TensorDict, count: int) -> TensorDict:
+    """The rows of `count` groups: the first with signal, and where those are too few the first of the others."""
+    groups, group_B = batch["group"].unique(return_inverse=True)
+    signal_G = groups_with_signal(batch["rewards"], group_B)
+    kept = (~signal_G).int().argsort(stable=True)[:count]
+    return select(batch, torch.isin(batch["group"], groups[kept]).nonzero()[:, 0].tolist())
+
+
+def response_lengths(batch: TensorDict) -> torch.Tensor:
+    """[B] float32: how many tokens of each sample the policy sampled."""
+    return torch.tensor([int(mask.sum()) for mask in batch["response_mask"].unbind()], dtype=torch.float32)
+
+
 def batch_metrics(batch: TensorDict) -> dict[str, float]:
     """What a graded batch looks like: rewards, their parts, groups without signal, lengths."""
-    total = batch["rewards"]
-    lengths = torch.tensor([int(mask.sum()) for mask in batch["response_mask"].unbind()], dtype=torch.float32)
+    total, lengths = batch["rewards"], response_lengths(batch)
     metrics = {
         "reward/mean": total.mean(),
         "reward/std": total.std(),
@@ -266,7 +336,18 @@ def batch_metrics(batch: TensorDict) -> dict[str, float]:
         "tokens/total": sum(lengths_of(batch["tokens"])),
     }
     parts = {name: field for name, field in batch.items() if name.startswith("rewards/")}
-    metrics |= {f"reward/{name.removeprefix('rewards/')}/mean": field.mean() for name, field in parts.items()}
+    for name, field in parts.items():
+        name = name.removeprefix("rewards/")
+        metrics |= {f"reward/{name}/mean": field.mean(), f"reward/{name}/std": field.std()}
+    return {name: float(value) for name, value in metrics.items()}
+
+
+def advantage_metrics(batch: TensorDict | None) -> dict[str, float]:
+    """How far the advantages of a step's response tokens spread."""
+    if batch is None:
+        return {}
+    values = batch["advantages"].values()[batch["response_mask"].values()]
+    metrics = {"advantages/std": values.std(), "advantages/min": values.min(), "advantages/max": values.max()}
     return {name: float(value) for name, value in metrics.items()}
 
 

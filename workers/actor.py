@@ -9,9 +9,11 @@ import torch.distributed as dist
 from tensordict import TensorDict
 from torch.distributed.tensor import DTensor
 
+from grpo.advantages import weigh_tokens
+from grpo.algorithm import AlgorithmConfig
 from grpo.batch import jagged, lengths_of, make_batch, select
 from grpo.config import ConfigError, choose, option
-from grpo.losses import AlgorithmConfig, grpo_loss, imitation_loss
+from grpo.losses import imitation_loss, policy_loss
 from grpo.packing import pack
 from workers.dispatch import Worker, dispatched
 from workers.parallel.flops import Flops, peak_of
@@ -31,7 +33,7 @@ class ActorConfig:
     max_tokens_per_microbatch: int = option(16384, "Most tokens in one forward and backward pass of one process.")
     learning_rate: float = option(1e-6, "Highest learning rate of AdamW.")
     betas: list[float] = option([0.9, 0.95], "AdamW's decay rates of the mean and the squared mean.")
-    weight_decay: float = option(0.0, "AdamW's weight decay.")
+    weight_decay: float = option(0.0, "AdamW's weight decay of matrices; norms and biases have none.")
     warmup_updates: int = option(0, "Optimizer updates over which the learning rate rises from 0.")
     schedule: str = option("constant", "Learning rate after the warm-up: constant, linear or cosine.")
     final_learning_rate: float = option(0.0, "Where the linear and cosine schedules end, as a share of the highest.")
@@ -82,11 +84,7 @@ class MicroBatch:
     lengths: list[int]
     tokens: torch.Tensor  # [T] int64
     wanted: torch.Tensor  # [N] int64, where in T the response tokens stand
-    fields: dict[str, torch.Tensor]  # [N], of the response tokens
-
-    def get(self, name: str, here: slice) -> torch.Tensor | None:
-        """The field `name` of the response tokens `here`, where the batch has it."""
-        return self.fields[name][here] if name in self.fields else None
+    fields: dict[str, torch.Tensor]  # [N], of the response tokens; `owner`, int64, numbers the samples
 
 
 def microbatches(batch: TensorDict, max_tokens: int, layout: Layout) -> Iterator[MicroBatch]:
@@ -108,6 +106,7 @@ def microbatches(batch: TensorDict, max_tokens: int, layout: Layout) -> Iterator
         tokens, mask = packed.pop("tokens"), packed.pop("response_mask")
         # Counted here, on the host: counting on the device would make it wait.
         wanted = mask.nonzero()[:, 0] if rows else mask.new_zeros(0, dtype=torch.int64)
+        packed["owner"] = torch.arange(len(used)).repeat_interleave(torch.tensor([lengths[row] for row in used]))
         fields = {name: field[wanted].to(layout.device) for name, field in packed.items()}
         yield MicroBatch(
             rows, [lengths[row] for row in used], tokens.to(layout.device), wanted.to(layout.device), fields
@@ -196,8 +195,13 @@ class ActorWorker(Worker):
             lora=config.lora,
         )
         self.parameters = list(self.policy.parameters())
+        trained = [parameter for parameter in self.parameters if parameter.requires_grad]
         self.optimizer = torch.optim.AdamW(
-            [parameter for parameter in self.parameters if parameter.requires_grad],
+            [
+                {"params": [parameter for parameter in trained if parameter.ndim > 1]},
+                # Norms and biases: to pull them to 0 would change what a layer does, not how large its weights are.
+                {"params": [parameter for parameter in trained if parameter.ndim == 1], "weight_decay": 0.0},
+            ],
             lr=config.learning_rate,
             betas=tuple(config.betas),
             weight_decay=config.weight_decay,
@@ -239,7 +243,8 @@ class ActorWorker(Worker):
         collected: dict[str, list[float]] = {}
         for epoch in range(self.algorithm.epochs_per_step):
             for minibatch in self._minibatches(batch, epoch):
-                for name, value in self.update_minibatch(minibatch).items():
+                weighted = weigh_tokens(minibatch, self.algorithm)
+                for name, value in self.update_minibatch(weighted).items():
                     collected.setdefault(name, []).append(value)
         self.version += 1
         return {n: max(v) if n.endswith("max") else sum(v) / len(v) for n, v in collected.items()}
@@ -255,24 +260,21 @@ class ActorWorker(Worker):
         for chunk in shuffled.tensor_split(count):
             yield select(batch, torch.isin(batch["group"], chunk).nonzero()[:, 0].tolist())
 
-    @dispatched("tokens", "response_mask", "advantages", "rollout_logprobs", "old_logprobs", "ref_logprobs")
+    @dispatched("tokens", "response_mask", "advantages", "weights", "rollout_logprobs", "old_logprobs", "ref_logprobs")
     def update_minibatch(self, batch: TensorDict) -> dict[str, float]:
-        """One optimizer update with the GRPO loss of a minibatch; its metrics, the same on every rank."""
+        """One optimizer update with the loss of a minibatch; its metrics, the same on every rank."""
 
-        def loss(micro: MicroBatch, logprobs: torch.Tensor, entropy: torch.Tensor, here: slice):
-            old = micro.get("old_logprobs", here)
-            total, sums = grpo_loss(
-                logprobs, entropy, micro.get("advantages", here), old, micro.get("ref_logprobs", here), self.algorithm
-            )
-            ours = logprobs.detach() if old is None else old
-            gap = micro.get("rollout_logprobs", here) - ours
+        def loss(logprobs: torch.Tensor, entropy: torch.Tensor, fields: dict[str, torch.Tensor]):
+            total, sums = policy_loss(logprobs, entropy, fields, self.algorithm)
+            ours = fields["old_logprobs"] if "old_logprobs" in fields else logprobs.detach()
+            gap = fields["rollout_logprobs"] - ours
             # Over samples of the rollout policy the mean of the gap itself estimates KL(rollout || trainer).
             sums |= {"rollout/logprob_gap": gap.abs().sum(), "rollout/kl": gap.sum()}
             sums["rollout/logprob_gap_max"] = gap.abs().max() if len(gap) else gap.new_zeros(())
             moments = {"gap2": gap.square(), "ours": ours, "ours2": ours.square(), "both": gap * ours}
             return total, sums | {name: values.sum() for name, values in moments.items()}
 
-        metrics = self._step(batch, loss)
+        metrics = self._step(batch, loss, self.algorithm.sees_whole_responses)
         gap2, ours, ours2, both = (metrics.pop(name) for name in ("gap2", "ours", "ours2", "both"))
         covariance = both - metrics["rollout/kl"] * ours
         spread, gap_spread = max(ours2 - ours**2, 1e-12), max(gap2 - metrics["rollout/kl"] ** 2, 1e-12)
@@ -281,12 +283,12 @@ class ActorWorker(Worker):
         metrics["rollout/gap_slope"] = covariance / spread
         return metrics
 
-    @dispatched("tokens", "response_mask")
+    @dispatched("tokens", "response_mask", "weights")
     def imitate(self, batch: TensorDict) -> dict[str, float]:
         """One optimizer update towards the masked tokens of a batch (supervised training); its metrics."""
-        return self._step(batch, lambda micro, logp, entropy, here: (imitation_loss(logp), {}))
+        return self._step(batch, lambda logprobs, entropy, fields: (imitation_loss(logprobs, fields["weights"]), {}))
 
-    def _step(self, batch: TensorDict, loss: Callable) -> dict[str, float]:
+    def _step(self, batch: TensorDict, loss: Callable, whole_responses: bool = False) -> dict[str, float]:
         begun = time.perf_counter()
         tokens = batch["response_mask"].values().sum().double()
         dist.all_reduce(tokens, group=self.layout.data_group)
@@ -300,15 +302,16 @@ class ActorWorker(Worker):
             self.policy.set_reshard_after_backward(last or self.config.reshard)
 
             def part(logprobs: torch.Tensor, entropy: torch.Tensor, here: slice, micro: MicroBatch = micro):
-                total, parts = loss(micro, logprobs, entropy, here)
+                total, parts = loss(logprobs, entropy, {name: field[here] for name, field in micro.fields.items()})
                 for name, value in {**parts, "loss": total.detach()}.items():
                     merge = torch.maximum if name.endswith("max") else torch.add
                     sums[name] = merge(sums[name], value) if name in sums else value
                 return total
 
-            total = self.policy(micro.tokens, micro.lengths, micro.wanted, self.temperature, loss=part)
-            # FSDP averages gradients over the parts; the denominator is global, so their sum is wanted.
-            (total * (self.layout.parts / float(tokens))).backward()
+            seen = (micro.tokens, micro.lengths, micro.wanted, self.temperature)
+            total = part(*self.policy(*seen), slice(None)) if whole_responses else self.policy(*seen, loss=part)
+            # FSDP averages gradients over the parts; the weights are those in the whole minibatch, so a sum is wanted.
+            (total * self.layout.parts).backward()
         norm = clip_gradients(self.parameters, self.config.max_grad_norm, self.layout)
         rate = learning_rate(self.config, self.updates, self.total_updates)
         for group in self.optimizer.param_groups:
@@ -355,6 +358,7 @@ class ActorWorker(Worker):
                 dist.all_reduce(values, op=op, group=self.layout.data_group)
                 divisor = tokens if op == dist.ReduceOp.SUM else 1.0
                 metrics |= dict(zip(names, (values / divisor).tolist(), strict=True))
+        metrics["loss"] *= tokens  # its weights are its denominator
         return metrics
 
 

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import pytest
 
+from grpo.algorithm import AlgorithmConfig
 from grpo.config import ConfigError, choose, describe, load, option, to_yaml
 from grpo.data import DataConfig
-from grpo.losses import AlgorithmConfig
 
 
 @dataclass

@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from grpo.algorithm import AlgorithmConfig
 from grpo.batch import jagged, make_batch
-from grpo.losses import AlgorithmConfig
 from workers.actor import ActorConfig, ActorWorker
 from workers.parallel.mesh import join, make_layout, pick_device
 from workers.parallel.policy import ModelConfig

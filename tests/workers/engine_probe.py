@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from grpo.algorithm import AlgorithmConfig
 from grpo.batch import jagged, lengths_of, make_batch, with_values
-from grpo.losses import AlgorithmConfig
 from workers.actor import ActorConfig, ActorWorker
 from workers.engines.protocol import Bucket
 from workers.parallel.mesh import Layout, join, make_layout, pick_device

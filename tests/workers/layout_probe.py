@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from grpo.algorithm import AlgorithmConfig
 from grpo.batch import jagged, make_batch, with_values
-from grpo.losses import AlgorithmConfig
 from trainer.trainer import attach
 from workers.actor import ActorConfig, ActorWorker
 from workers.engines.torch_engine import TorchEngine

@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from grpo.algorithm import AlgorithmConfig
 from grpo.batch import jagged, make_batch
-from grpo.losses import AlgorithmConfig
 from tests.workers.layout_probe import TEMPERATURE, attach_logprobs, ragged_batch
 from workers.actor import ActorConfig, ActorWorker
 from workers.engines.torch_engine import TorchEngine

@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from grpo.algorithm import AlgorithmConfig
 from grpo.batch import jagged, lengths_of, make_batch
 from grpo.config import ConfigError
-from grpo.losses import AlgorithmConfig
 from grpo.packing import pack
 from workers import actor as actor_module
 from workers.actor import ActorConfig, ActorWorker, clip_gradients, learning_rate, microbatches

@@ -9,8 +9,8 @@ import torch.distributed as dist
 import transformers
 
 from examples.countdown import make_model
+from grpo.algorithm import AlgorithmConfig
 from grpo.batch import jagged, make_batch
-from grpo.losses import AlgorithmConfig
 from workers.actor import ActorConfig, ActorWorker
 from workers.engines.torch_engine import TorchEngine
 from workers.parallel.logprobs import Head, head_logprobs, head_loss

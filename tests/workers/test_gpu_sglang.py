@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from examples.countdown import make_model
+from grpo.algorithm import AlgorithmConfig
 from grpo.batch import jagged, make_batch
-from grpo.losses import AlgorithmConfig
 from tests.workers.engine_probe import PROMPTS
 from workers.actor import ActorConfig, ActorWorker
 from workers.parallel.mesh import join, make_layout, pick_device

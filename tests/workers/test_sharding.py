@@ -7,8 +7,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 import workers.sharding
+from grpo.algorithm import AlgorithmConfig
 from grpo.batch import jagged, lengths_of, make_batch
-from grpo.losses import AlgorithmConfig
 from workers.actor import ActorConfig, ActorWorker
 from workers.engines.torch_engine import TorchEngine
 from workers.parallel.gather import Gatherer
