@@ -112,7 +112,7 @@ def _standing_for_others(schema: type, prefix: str = "") -> Iterator[tuple[str, 
     for field in dataclasses.fields(schema):
         if dataclasses.is_dataclass(hints[field.name]):
             yield from _standing_for_others(hints[field.name], f"{prefix}{field.name}.")
-        elif field.metadata["stands_for"] is not None:
+        elif field.metadata.get("stands_for") is not None:
             yield prefix + field.name, field.metadata["stands_for"]
 
 
