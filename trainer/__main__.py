@@ -1,4 +1,4 @@
-"""The command line: python -m trainer train | sft | export | plot | settings."""
+"""The command line: python -m trainer train | sft | prove | algorithms | export | plot | settings."""
 
 import argparse
 import logging
@@ -13,8 +13,10 @@ import transformers
 from omegaconf import OmegaConf
 
 from grpo.config import ConfigError, describe, load
+from trainer.algorithms import describe_algorithm, list_algorithms
 from trainer.checkpoint import export
 from trainer.config import RunConfig, SftConfig, TrainConfig
+from trainer.prove import prove
 from trainer.report import plot
 from trainer.sft import run_sft
 from trainer.tracking import run_folder
@@ -22,7 +24,7 @@ from trainer.trainer import Trainer
 from workers.parallel.mesh import join, pick_device
 from workers.parallel.policy import ModelConfig
 
-SCHEMAS = {"train": TrainConfig, "sft": SftConfig}
+SCHEMAS = {"train": TrainConfig, "sft": SftConfig, "prove": TrainConfig}
 
 
 def settings_help(schema: type) -> str:
@@ -65,7 +67,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    abouts = {"train": "reinforcement learning from rewards", "sft": "supervised training on demonstrations"}
+    abouts = {
+        "train": "reinforcement learning from rewards",
+        "sft": "supervised training on demonstrations",
+        "prove": "check on your model, processes and rewards that an update is the same however it is cut, and that a "
+        "run with a learning rate of 0 stands still",
+    }
     for name, schema in SCHEMAS.items():
         command = commands.add_parser(
             name,
@@ -83,25 +90,34 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     command = commands.add_parser("plot", help="draw learning curves")
     command.add_argument("runs", type=Path, nargs="+", help="the runs' folders, such as one a seed")
     command.add_argument("--out", type=Path, default=Path("curve.png"), help="the PNG to write")
+    command = commands.add_parser("algorithms", help="list the algorithms, or print the formula and choices of one")
+    command.add_argument("name", nargs="?", help="one of the list")
     commands.add_parser("settings", help="print all settings as Markdown")
     return parser.parse_args(arguments)
 
 
 def train(command: str, config_path: str | None, overrides: list[str]) -> None:
-    """Run `train` or `sft` on the processes that torchrun started, or on this one alone."""
+    """Run `train`, `sft` or `prove` on the processes that torchrun started, or on this one alone."""
     if config_path is not None and "=" in config_path:
         config_path, overrides = None, [config_path, *overrides]
     config = load(SCHEMAS[command], config_path, overrides)
     config.check(int(os.environ.get("WORLD_SIZE", 1)))
     device = pick_device(config.device)
     join(device, config.timeout_seconds)
+    if command == "prove":
+        config.tracking.name = config.tracking.name or "proof"
     folder = [run_folder(config.tracking)]
     dist.broadcast_object_list(folder)  # an unnamed run is named after the controller's clock
+    held = True
     if command == "sft":
         run_sft(config, device, folder[0])
+    elif command == "prove":
+        held = prove(config, device, folder[0])
     else:
         Trainer(config, device, folder[0]).run()
     dist.destroy_process_group()
+    if not held:
+        sys.exit(1)
 
 
 def model_of(run: Path) -> str:
@@ -126,6 +142,8 @@ def main() -> None:
         elif arguments.command == "export":
             checkpoint = export(arguments.run, arguments.out, ModelConfig(path=model_of(arguments.run)), arguments.step)
             print(f"{arguments.out} holds the policy of {checkpoint}.")
+        elif arguments.command == "algorithms":
+            print(describe_algorithm(arguments.name) if arguments.name else list_algorithms())
         elif arguments.command == "settings":
             print(settings_page())
         else:

@@ -66,7 +66,8 @@ def step(kind: str, models: Path, layout: Layout) -> dict[str, torch.Tensor]:
     config = ActorConfig(learning_rate=1e-2, max_tokens_per_microbatch=128)
     actor = ActorWorker(model, config, algorithm, layout, TEMPERATURE, 10)
     # With Adam's usual epsilon the rounding of a gradient near 0 decides the sign of a whole step.
-    actor.optimizer.param_groups[0]["eps"] = 1e-3
+    for group in actor.optimizer.param_groups:
+        group["eps"] = 1e-3
     reference = RefWorker(start, config, layout, TEMPERATURE)
     batch, noise = ragged_batch()
     batch = batch if controls else None

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from grpo.advantages import weigh_tokens
 from grpo.algorithm import AlgorithmConfig
 from grpo.batch import jagged, lengths_of, make_batch
 from grpo.config import ConfigError
@@ -54,6 +55,10 @@ def batch_of(groups=6, size=2, seed=0):
             "row": torch.arange(count),
         }
     )
+
+
+def weighed(batch):
+    return weigh_tokens(batch, AlgorithmConfig(aggregate="token_mean"))
 
 
 def weights_of(worker):
@@ -124,8 +129,10 @@ def test_microbatches_hold_every_sample_once_within_the_budget(layout, budget):
             torch.zeros_like(rows["response_mask"]).index_fill(0, micro.wanted, 1), rows["response_mask"]
         )
         for name in ("rollout_logprobs", "advantages"):
-            assert torch.equal(micro.get(name, slice(None)), rows[name][rows["response_mask"]]), name
-        assert micro.get("old_logprobs", slice(None)) is None
+            assert torch.equal(micro.fields[name], rows[name][rows["response_mask"]]), name
+        assert set(micro.fields) == {"rollout_logprobs", "advantages", "owner"}
+        owners = [torch.full((int(batch["response_mask"].unbind()[row].sum()),), i) for i, row in enumerate(micro.rows)]
+        assert torch.equal(micro.fields["owner"], torch.cat(owners))
 
 
 def test_a_part_with_less_work_makes_as_many_passes_and_the_surplus_ones_learn_nothing(layout, monkeypatch):
@@ -244,7 +251,7 @@ def test_recomputed_layers_keep_nothing_but_their_input(make_actor, recompute, l
     calls = []
     for layer in worker.policy.causal_lm.model.layers:
         layer.mlp.register_forward_pre_hook(lambda *_, layer=layer: calls.append(layer))
-    worker.update_minibatch(batch_of(groups=1))
+    worker.update_minibatch(weighed(batch_of(groups=1)))
     assert len(calls) == 2 + layers
 
 
@@ -253,7 +260,7 @@ def test_an_update_says_how_fast_and_how_evenly_it_worked(make_actor, monkeypatc
     worker.peak = 1e12
     clock = iter([0.0, 2.0])
     monkeypatch.setattr(actor_module.time, "perf_counter", lambda: next(clock))
-    metrics = worker.update_minibatch(batch)
+    metrics = worker.update_minibatch(weighed(batch))
     lengths, predicted = lengths_of(batch["tokens"]), int(batch["response_mask"].values().sum())
     config = worker.policy.causal_lm.config
     weights = {name: p.numel() for name, p in worker.policy.named_parameters() if p.ndim == 2}
@@ -298,13 +305,13 @@ def test_a_batch_without_response_tokens_is_refused(make_actor, method):
     batch["response_mask"].values().zero_()
     before = weights_of(worker)
     with pytest.raises(ValueError, match="no response tokens"):
-        getattr(worker, method)(batch)
+        getattr(worker, method)(weighed(batch))
     assert torch.equal(weights_of(worker), before)
     assert worker.updates == 0
 
 
 def test_imitation_makes_what_it_imitates_more_likely(make_actor):
-    worker, batch = make_actor(), batch_of()
+    worker, batch = make_actor(), weighed(batch_of())
     losses = [worker.imitate(batch)["loss"] for _ in range(4)]
     assert losses == sorted(losses, reverse=True)
     logprobs = worker.compute_logprobs(batch)["old_logprobs"].values()

@@ -1,0 +1,81 @@
+"""python -m trainer algorithms [NAME]: the presets as a list, and one of them as formula, choices and paper."""
+
+import dataclasses
+import textwrap
+from collections.abc import Callable
+
+from grpo import advantages, losses
+from grpo.algorithm import CHOICES, PRESETS, AlgorithmConfig, values_of
+
+WIDTH = 100
+
+
+def list_algorithms() -> str:
+    """A line for each preset: its name, what it chooses otherwise than grpo, and its paper."""
+    lines = ["Presets of algorithm.preset; python -m trainer algorithms NAME prints one.", ""]
+    for name, preset in PRESETS.items():
+        lines.append(f"{name:12} {preset.paper}")
+        chosen = ", ".join(f"{choice}={value}" for choice, value in preset.choices.items())
+        lines += _wrapped(chosen or "every choice's default", 13)
+    return "\n".join(lines)
+
+
+def describe_algorithm(name: str) -> str:
+    """The formula of a preset, each choice, its paper and how it differs from grpo.
+
+    Raises ConfigError for a name that is none.
+    """
+    values_of(name)
+    config, usual = AlgorithmConfig.of(name), AlgorithmConfig()
+    lines = [f"{name}: {PRESETS[name].paper}", "", *_wrapped(PRESETS[name].about), "", *formula(config), ""]
+    docs = {field.name: field.metadata["doc"] for field in dataclasses.fields(AlgorithmConfig)}
+    lines.append("choices (algorithm.*)")
+    for choice in CHOICES:
+        value, of_grpo = getattr(config, choice), getattr(usual, choice)
+        differs = f"   grpo: {of_grpo}" if value != of_grpo else ""
+        lines.append(f"  {choice} = {value}{differs}")
+        lines += _wrapped(docs[choice], 6)
+    return "\n".join(lines)
+
+
+def formula(config: AlgorithmConfig) -> list[str]:
+    """The loss of `config` in lines, put together from the first lines of its functions' docstrings."""
+    terms = ["objective_t"]
+    rows = [
+        ("objective_t", _first_line(losses.CLIPS[config.clip])),
+        ("ratio", _first_line(losses.RATIOS[config.ratio])),
+        (
+            "A",
+            f"[{_first_line(advantages.BASELINES[config.baseline])}] / "
+            f"[{_first_line(advantages.SCALES[config.scale])}]",
+        ),
+        ("weight_t", _first_line(advantages.AGGREGATES[config.aggregate])),
+    ]
+    estimator = _first_line(losses.ESTIMATORS[config.kl_estimator])
+    if config.kl_in == "loss":
+        terms.append(f"- kl_coefficient {'r ' if config.kl_ratio else ''}kl_t")
+        rows += [("kl_t", estimator), ("R", "reward of the response")]
+    else:
+        rows += [
+            ("R_t", "reward - kl_coefficient sum over s >= t of kl_s;  R = R_1"),
+            ("kl_s", f"{estimator}, pi_old's"),
+        ]
+    if config.entropy_coefficient:
+        terms.append("+ entropy_coefficient H_t")
+    if config.overlong_share:
+        rows.append(
+            ("reward", "the rewards' sum + clip((L - overlong_share L - |o|) / (overlong_share L), -1, 0), L longest")
+        )
+    if config.resample_rounds:
+        rows.append(("groups", "those whose rewards differ: others are replaced, at most resample_rounds times"))
+    head = f"loss = - sum over tokens t of weight_t ({' '.join(terms)})"
+    symbols = "clip_low, clip_high, kl_coefficient: see below;  N tokens, B responses o_i, sg[] has no gradient"
+    return ["formula", f"  {head}", *(f"    {name:12}= {value}" for name, value in rows), f"    {symbols}"]
+
+
+def _first_line(function: Callable) -> str:
+    return function.__doc__.splitlines()[0]
+
+
+def _wrapped(text: str, indent: int = 0) -> list[str]:
+    return textwrap.wrap(text, WIDTH, initial_indent=" " * indent, subsequent_indent=" " * indent)

@@ -1,0 +1,226 @@
+"""python -m trainer prove CONFIG: that an update is the same however it is cut, and that a run that stands still does.
+
+Both with the run's own model, algorithm and rewards, on as many processes as torchrun started. What one number of
+processes found is kept in the run's folder, and the next number is held against it.
+"""
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from tensordict import TensorDict
+
+from grpo.advantages import compute_advantages, weigh_tokens
+from grpo.batch import jagged, make_batch, select, with_values
+from grpo.config import ConfigError
+from trainer.config import TrainConfig
+from trainer.report import read_metrics
+from trainer.trainer import Trainer
+from workers.actor import ActorWorker
+from workers.parallel.mesh import make_layout
+from workers.parallel.policy import check_layout, compute_dtype, read_config
+
+TOLERANCE = 1e-5
+"""How far two updates in float32 may be apart, relative to their size."""
+STILL_STEPS = 3
+
+
+@dataclass
+class Update:
+    """What one update came to: loss and gradient norm, and on the controller gradient and weights afterwards."""
+
+    loss: float
+    norm: float
+    gradient: list[torch.Tensor] = field(repr=False)
+    weights: list[torch.Tensor] = field(repr=False)
+
+
+def prove(config: TrainConfig, device: torch.device, run_folder: Path) -> bool:
+    """Run both proofs and print what they found; returns whether all of it held, the same on every rank."""
+    console = Console(quiet=dist.get_rank() != 0)
+    held = prove_cuts(config, device, run_folder / "proof.json", console)
+    held &= prove_stillness(config, device, run_folder / "still", console)
+    console.print("All of it holds." if held else "[bold red]Not all of it holds: see the rows marked above.[/]")
+    verdict = [held]
+    dist.broadcast_object_list(verdict)
+    return verdict[0]
+
+
+# the same update however it is cut
+
+
+def prove_cuts(config: TrainConfig, device: torch.device, record: Path, console: Console) -> bool:
+    """Take the same update in one micro-batch, in many, in another order, and on every layout of the processes."""
+    world = dist.get_world_size()
+    config = dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, dtype="float32"),
+        # Off-policy, so that the ratio counts.
+        algorithm=dataclasses.replace(config.algorithm, epochs_per_step=2),
+    )
+    table = Table("replicas x shards x slices", "micro-batches", "loss", "gradient norm", "apart", "", box=None)
+    first: Update | None = None
+    proven = f"{config.model.path} {config.algorithm} {config.actor} {config.rollout.temperature} {config.seed}"
+    known = json.loads(record.read_text()) if record.is_file() else {}
+    known = known if known.pop("of", None) == proven else {}
+    mine, held = {}, True
+    for replicate, tensor in layouts_of(world, config):
+        for name, budget, shuffled in (("one", 1 << 20, False), ("many", 64, False), ("shuffled", 96, True)):
+            update = one_update(config, device, replicate, tensor, budget, shuffled)
+            shape = f"{replicate} x {world // replicate // tensor} x {tensor}"
+            first = first or update
+            apart = max(
+                abs(update.loss / first.loss - 1),
+                abs(update.norm / first.norm - 1),
+                distance(update.gradient, first.gradient),
+                distance(update.weights, first.weights),
+            )
+            good = apart <= TOLERANCE
+            held &= good
+            mine = mine or {"loss": first.loss, "norm": first.norm}
+            table.add_row(shape, name, f"{update.loss:.8f}", f"{update.norm:.8f}", f"{apart:.1e}", _mark(good))
+    for processes, other in known.items():
+        apart = max(abs(mine[name] / other[name] - 1) for name in mine)
+        good = apart <= TOLERANCE
+        held &= good
+        found = (f"{other['loss']:.8f}", f"{other['norm']:.8f}", f"{apart:.1e}", _mark(good))
+        table.add_row(f"{processes} process(es), before", "one", *found)
+    console.print(f"The same update on {world} process(es), in float32, at most {TOLERANCE:g} apart:")
+    console.print(table)
+    if dist.get_rank() == 0:
+        record.parent.mkdir(parents=True, exist_ok=True)
+        record.write_text(json.dumps({"of": proven, **known, str(world): mine}))
+    return held
+
+
+def layouts_of(world: int, config: TrainConfig) -> list[tuple[int, int]]:
+    """(replicas, slices) of every layout of `world` processes that the model can be cut into."""
+    model, found = read_config(config.model), []
+    for tensor in (n for n in range(1, world + 1) if world % n == 0):
+        try:
+            check_layout(model, tensor)
+            config.actor.lora.check(tensor)
+        except ConfigError:
+            continue
+        found += [
+            (replicate, tensor) for replicate in range(1, world // tensor + 1) if world // tensor % replicate == 0
+        ]
+    return found
+
+
+def one_update(
+    config: TrainConfig, device: torch.device, replicate: int, tensor: int, budget: int, shuffled: bool
+) -> Update:
+    """One update of the model at its start, on a random ragged batch that depends on the seed alone."""
+    layout = make_layout(device, replicate, tensor)
+    settings = dataclasses.replace(
+        config.actor, replicate=replicate, tensor_parallel=tensor, max_tokens_per_microbatch=budget
+    )
+    actor = ActorWorker(config.model, settings, config.algorithm, layout, config.rollout.temperature, 10)
+    vocabulary = read_config(config.model).vocab_size
+    batch = random_batch(config, vocabulary) if dist.get_rank() == 0 else None
+    ours = actor.compute_logprobs(batch)
+    if batch is not None:
+        noise, mask = batch.pop("noise"), batch["response_mask"].values()
+        for i, name in enumerate(("old_logprobs", "ref_logprobs", "rollout_logprobs")):
+            values = ours["old_logprobs"].values() + noise.values().roll(i) * mask
+            batch[name] = with_values(batch["response_mask"], values)
+        batch = weigh_tokens(compute_advantages(batch, config.algorithm), config.algorithm)
+        if shuffled:
+            batch = select(batch, torch.randperm(len(batch), generator=torch.Generator().manual_seed(1)).tolist())
+    metrics = actor.update_minibatch(batch)
+    # Adam's first mean is the gradient times a constant; weights alone hide most of a gradient's size.
+    gradient = [_whole(actor.optimizer.state[p]["exp_avg"]) for p in actor.parameters if p.requires_grad]
+    weights = [_whole(p.detach()) for p in actor.parameters]
+    return Update(metrics["loss"], metrics["grad_norm"], gradient, weights)
+
+
+def random_batch(config: TrainConfig, vocabulary: int) -> TensorDict:
+    """Samples of 8 to 40 random tokens, of which the first 4 are the prompt, with rewards of 0, 1/2 and 1."""
+    random = torch.Generator().manual_seed(config.seed)
+    groups, size = 16, max(1, min(4, config.algorithm.samples_per_prompt))
+    lengths = torch.randint(8, 41, (groups * size,), generator=random).tolist()
+    return make_batch(
+        {
+            "tokens": jagged([torch.randint(0, vocabulary, (n,), generator=random) for n in lengths]),
+            "response_mask": jagged([torch.arange(n) >= 4 for n in lengths]),
+            "noise": jagged([0.1 * torch.randn(n, generator=random) for n in lengths]),
+            "rewards": torch.randint(0, 3, (groups * size,), generator=random) / 2,
+            "truncated": torch.rand(groups * size, generator=random) < 0.2,
+            "group": torch.arange(groups * size) // size,
+        }
+    )
+
+
+def distance(ours: list[torch.Tensor], others: list[torch.Tensor]) -> float:
+    """The length of the difference of two lists of tensors, relative to that of the second; 0 where there are none."""
+    apart = sum(float((a.double() - b.double()).square().sum()) for a, b in zip(ours, others, strict=True))
+    size = sum(float(tensor.double().square().sum()) for tensor in others)
+    return (apart / size) ** 0.5 if size else 0.0
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    """The full tensor on the host of the controller; nothing elsewhere."""
+    full = tensor.full_tensor()
+    return full.cpu() if dist.get_rank() == 0 else full.new_zeros(0)
+
+
+# standing still
+
+
+def prove_stillness(config: TrainConfig, device: torch.device, run_folder: Path, console: Console) -> bool:
+    """Train with a learning rate of 0: ratio 1, KL 0, the rollout's gap flat, and no weight another than before."""
+    settings = dataclasses.replace(
+        config,
+        steps=STILL_STEPS,
+        actor=dataclasses.replace(config.actor, learning_rate=0.0),
+        # Two passes, so that the ratio is of log-probabilities that were computed twice; a KL term for the reference.
+        algorithm=dataclasses.replace(
+            config.algorithm,
+            epochs_per_step=2,
+            kl_coefficient=config.algorithm.kl_coefficient or 1e-3,
+            resample_rounds=0,
+        ),
+        data=dataclasses.replace(config.data, eval=None),
+        checkpoint=dataclasses.replace(config.checkpoint, every=0, resume=False),
+        tracking=dataclasses.replace(config.tracking, name=str(run_folder.name)),
+    )
+    trainer = Trainer(settings, device, run_folder)
+    named = list(trainer.actor.policy.named_parameters())
+    before = [_fingerprint(parameter) for _, parameter in named]
+    trainer.run()
+    moved = [name for (name, p), old in zip(named, before, strict=True) if not torch.equal(_fingerprint(p), old)]
+    if dist.get_rank() != 0:
+        return True
+    rows = read_metrics(run_folder)
+    exact = compute_dtype(config.model, device) == torch.float32
+    gaps = [row["rollout/logprob_gap"] for row in rows]
+    findings = [
+        ("ratio, furthest from 1", max(abs(row["ratio/max"] - 1) for row in rows), 1e-4 if exact else 0.1),
+        ("KL to the reference", max(abs(row["kl"]) for row in rows), 1e-6 if exact else 1e-3),
+        ("gap to the rollout, largest over smallest", max(gaps) / max(min(gaps), 1e-7), 2.0),
+        ("weights that moved", len(moved), 0),
+    ]
+    table = Table(f"over {STILL_STEPS} steps with a learning rate of 0", "found", "at most", "", box=None)
+    for name, found, most in findings:
+        table.add_row(
+            name, f"{found:.2e}" if isinstance(found, float) else str(found), f"{most:g}", _mark(found <= most)
+        )
+    console.print(table)
+    if moved:
+        console.print(f"These moved: {', '.join(moved[:5])}{' ...' if len(moved) > 5 else ''}")
+    return all(found <= most for _, found, most in findings)
+
+
+def _fingerprint(parameter: torch.Tensor) -> torch.Tensor:
+    local = parameter.detach().to_local().double()
+    return torch.stack([local.sum(), local.abs().sum(), local.square().sum()]).cpu()
+
+
+def _mark(good: bool) -> str:
+    return "" if good else "[bold red]too far[/]"
