@@ -48,7 +48,7 @@ def settings(countdown) -> dict[str, list[str]]:
         "actor.max_tokens_per_microbatch=512",
         "checkpoint.every=0",
     ]
-    return {
+    commands = {
         "sft": [*both, "steps=6", f"data.train={countdown / 'demonstrations.jsonl'}", "samples_per_step=8"],
         "train": [
             *both,
@@ -63,6 +63,7 @@ def settings(countdown) -> dict[str, list[str]]:
             "algorithm.samples_per_prompt=4",
         ],
     }
+    return commands | {"prove": commands["train"]}
 
 
 @pytest.fixture

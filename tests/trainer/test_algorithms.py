@@ -1,0 +1,263 @@
+"""Algorithms in whole runs: each preset learns, groups without signal are replaced, length is punished, proofs hold."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import workers.actor
+from grpo.algorithm import PRESETS
+from grpo.batch import jagged, make_batch
+from grpo.config import ConfigError
+from tests.trainer.conftest import rows_of
+from trainer.algorithms import describe_algorithm, list_algorithms
+from trainer.trainer import join_rounds, keep_groups
+from workers.actor import ActorWorker
+from workers.rollout import RolloutWorker
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+GRADERS = """
+from rewards import register
+
+@register("even")
+def even(completion: str, row: dict) -> float:
+    # Groups of odd targets have no signal.
+    return float(len(completion) % 2) if row["target"] % 2 == 0 else 1.0
+
+@register("balance")
+def balance(completion: str, row: dict) -> float:
+    words = completion.split()
+    evens = sum(word.isdigit() and int(word) % 2 == 0 for word in words)
+    return 2 * evens / max(len(words), 1) - 1
+"""
+
+
+@pytest.fixture(scope="module")
+def graders(countdown, tmp_path_factory) -> str:
+    """The setting that adds the rewards above to those of the tiny example."""
+    path = tmp_path_factory.mktemp("algorithms") / "graders.py"
+    path.write_text(GRADERS)
+    return f"rewards.files=[{countdown / 'graders.py'}, {path}]"
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_learns_what_is_rewarded(preset, start, graders):
+    weights = "rewards.weights={balance: 1.0, digits: 0.0, countdown: 0.0}"
+    settings = [f"algorithm.preset={preset}", "algorithm.minibatches_per_step=2", "algorithm.prompts_per_step=8"]
+    if preset == "reinforce":
+        settings.append("algorithm.samples_per_prompt=8")
+    if preset == "gspo":  # whose clips stop an untrained model's steps at once
+        settings += ["algorithm.clip_low=0.2", "algorithm.clip_high=0.2"]
+    run = start("train", preset, "steps=10", "data.eval=null", graders, weights, *settings)
+    rewards = [row["reward/mean"] for row in rows_of(run)]
+    assert sum(rewards[-3:]) > sum(rewards[:3]) + 0.2
+    assert f"preset: {preset}" in (run / "config.yaml").read_text()
+
+
+def test_a_run_says_what_was_changed_of_its_preset(start, capsys):
+    run = start("train", "run", "steps=1", "data.eval=null", "algorithm.preset=dapo", "algorithm.clip_high=0.25")
+    says = "dapo but for clip_high=0.25 (dapo: 0.28)"
+    assert says in " ".join(capsys.readouterr().out.split())
+    assert (run / "config.yaml").read_text().startswith(f"# algorithm: {says}\n")
+
+
+@pytest.fixture
+def sampled(monkeypatch) -> list[int]:
+    """How many prompts each rollout of the runs to come is asked for."""
+    seen, generate = [], RolloutWorker.generate
+
+    def watched(self, prompts, *more):
+        seen.append(len(prompts))
+        return generate(self, prompts, *more)
+
+    monkeypatch.setattr(RolloutWorker, "generate", watched)
+    return seen
+
+
+@pytest.fixture
+def learned(monkeypatch) -> list:
+    """The batches of the updates to come."""
+    seen, update = [], ActorWorker.update
+
+    def watched(self, batch):
+        seen.append(batch)
+        return update(self, batch)
+
+    monkeypatch.setattr(ActorWorker, "update", watched)
+    return seen
+
+
+@pytest.mark.parametrize("rounds", [0, 1, 10])
+def test_groups_without_signal_are_replaced_within_the_bound(rounds, start, graders, sampled, learned):
+    run = start(
+        "train",
+        "run",
+        "steps=2",
+        "data.eval=null",
+        graders,
+        "rewards.weights={even: 1.0, digits: 0.0, countdown: 0.0}",
+        f"algorithm.resample_rounds={rounds}",
+        "algorithm.samples_per_prompt=6",
+        "algorithm.prompts_per_step=6",
+    )
+    rows = rows_of(run)
+    assert [len(batch) for batch in learned] == [36, 36]
+    for row, batch in zip(rows, learned, strict=True):
+        groups = batch["group"].unique()
+        assert len(groups) == 6
+        silent = sum(len(batch["rewards"][batch["group"] == group].unique()) == 1 for group in groups)
+        if rounds:
+            assert row["resampling/rounds"] <= rounds
+            assert row["resampling/filled"] == pytest.approx(silent / 6)
+            assert silent == 0 or row["resampling/rounds"] == rounds
+        else:
+            assert "resampling/rounds" not in row
+        assert 0 < row["groups/no_signal"] < 1
+    assert len(sampled) == 2 + sum(row.get("resampling/rounds", 0) for row in rows)
+    assert sum(sampled) == (sum(row["resampling/groups"] for row in rows) if rounds else 12)
+    if rounds == 10:
+        assert all(row["resampling/filled"] == 0 for row in rows)
+        assert any(row["resampling/rounds"] for row in rows)
+
+
+def test_kept_groups_are_whole_and_those_with_signal_come_first():
+    def batch(rewards, group):
+        count = len(rewards)
+        return make_batch(
+            {
+                "tokens": jagged([torch.full((2,), i) for i in range(count)]),
+                "rewards": torch.tensor(rewards),
+                "group": torch.tensor(group),
+            },
+            list(range(count)),
+        )
+
+    joined = join_rounds([batch([1.0, 1.0, 0.0, 1.0], [0, 0, 1, 1]), batch([0.0, 0.0, 1.0, 0.0], [0, 0, 1, 1])])
+    assert joined["group"].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert keep_groups(joined, 2)["group"].tolist() == [1, 1, 3, 3]
+    assert keep_groups(joined, 3)["group"].tolist() == [0, 0, 1, 1, 3, 3]
+    assert keep_groups(joined, 3)["rewards"].tolist() == [1, 1, 0, 1, 1, 0]
+
+
+def test_what_comes_near_the_longest_length_is_punished_in_training_alone(start, learned):
+    run = start("train", "run", "steps=1", "algorithm.overlong_share=0.5", "rewards.weights.countdown=0")
+    before, row = rows_of(run)
+    (batch,) = learned
+    lengths = torch.tensor([int(mask.sum()) for mask in batch["response_mask"].unbind()])
+    expected = batch["rewards/digits"] - ((lengths - 6).clamp(min=0) / 6)
+    torch.testing.assert_close(batch["rewards"], expected)
+    assert row["reward/overlong/mean"] == pytest.approx(float((batch["rewards"] - batch["rewards/digits"]).mean()))
+    assert row["reward/mean"] == pytest.approx(float(batch["rewards/digits"].mean()))
+    assert "eval/reward/overlong/mean" not in before
+
+
+def test_every_metric_of_a_run_is_explained_and_every_name_explained_exists(start):
+    page = (DOCS / "metrics.md").read_text()
+    named = re.findall(r"^\| (`[^|]*`) \|", page, re.MULTILINE)
+    names = [name for cell in named for name in re.findall(r"`([^`]*)`", cell)]
+    choices = [
+        "algorithm.preset=dapo",
+        "algorithm.kl_coefficient=0.1",
+        "algorithm.correction=truncate",
+        "algorithm.minibatches_per_step=2",
+        "actor.max_tokens_per_microbatch=64",
+    ]
+    found = set().union(*(row.keys() for row in rows_of(start("train", "run", *choices))))
+    found = {name.removeprefix("eval/") for name in found} - {"step", "accuracy"}
+    patterns = {name: re.compile(re.sub("NAME|PHASE|PART", "[a-z_]+", name)) for name in names}
+    assert [name for name in found if not any(pattern.fullmatch(name) for pattern in patterns.values())] == []
+    on_gpus = {"memory/PHASE_peak_gib", "perf/update_mfu"}
+    unseen = {name for name, pattern in patterns.items() if not any(map(pattern.fullmatch, found))}
+    assert unseen == on_gpus
+
+
+# the command that lists them
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_an_algorithm_is_told_with_its_paper_and_stands_in_the_docs(name):
+    told = describe_algorithm(name)
+    assert PRESETS[name].paper in told
+    for choice, value in PRESETS[name].choices.items():
+        assert re.search(rf"  {choice} = {value}   grpo: ", told)
+    assert PRESETS[name].paper in list_algorithms()
+    assert told.partition("choices (")[0].strip() in (DOCS / "algorithms.md").read_text()
+
+
+def test_formulas_are_those_of_the_choices():
+    told = {name: " ".join(describe_algorithm(name).partition("choices (")[0].split()) for name in PRESETS}
+    assert "weight_t = 1 / (B |o_i|)" in told["grpo"]
+    assert "std(R of the group)" in told["grpo"]
+    assert "std(R" not in told["dr_grpo"]
+    assert "weight_t = 1 / (B constant_length)" in told["dr_grpo"]
+    assert "^(1 / |o_i|)" in told["gspo"]
+    assert "sg[clip(r" in told["cispo"]
+    assert "group's others" in told["rloo"]
+    assert "sum over s >= t" in told["reinforce++"]
+    with pytest.raises(ConfigError, match="did you mean dapo"):
+        describe_algorithm("dapos")
+
+
+# prove
+
+
+@pytest.mark.parametrize("processes", [1, 2, 4])
+@pytest.mark.parametrize("preset", ["grpo", "gspo", "reinforce++"])
+def test_an_update_is_the_same_on_every_layout_as_the_command_says(processes, preset, settings, tmp_path):
+    folder = tmp_path / "run"
+    kl = "algorithm.kl_coefficient=0.1"
+    given = [*settings["train"], f"algorithm.preset={preset}", kl, f"tracking.folder={tmp_path}", "tracking.name=run"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    command = command if processes > 1 else [sys.executable]
+    ran = subprocess.run(
+        [*command, "-m", "trainer", "prove", *given],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "120"},
+        cwd=DOCS.parent,
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert "All of it holds." in ran.stdout
+    layouts = re.findall(r"(\d+) x (\d+) x (\d+)  +one", ran.stdout)
+    # The model has 2 key heads.
+    wanted = {1: [(1, 1, 1)], 2: [(1, 2, 1), (2, 1, 1), (1, 1, 2)]}
+    wanted[4] = [(1, 4, 1), (2, 2, 1), (4, 1, 1), (1, 2, 2), (2, 1, 2)]
+    assert [tuple(map(int, layout)) for layout in layouts] == wanted[processes]
+    record = json.loads((folder / "proof.json").read_text())
+    assert record.keys() == {"of", str(processes)}
+
+
+def proven(start, capsys, *more) -> str:
+    """What `prove` prints on one process, where it finds something."""
+    capsys.readouterr()
+    with pytest.raises(AssertionError):  # start() wants exit code 0
+        start("prove", "run", *more)
+    return capsys.readouterr().out
+
+
+def test_a_wrong_denominator_is_found(start, monkeypatch, capsys):
+    # Each micro-batch divided by its own tokens.
+    def by_micro_batch(logprobs, entropy, fields, config):
+        loss, sums = policy_loss(logprobs, entropy, fields, config)
+        return loss / fields["weights"].sum(), sums
+
+    policy_loss = workers.actor.policy_loss
+    monkeypatch.setattr(workers.actor, "policy_loss", by_micro_batch)
+    said = proven(start, capsys)
+    assert re.search(r"many +.*too far", said)
+    assert "Not all of it holds" in said
+
+
+def test_a_run_that_moves_is_found(start, monkeypatch, capsys):
+    monkeypatch.setattr(workers.actor, "learning_rate", lambda config, update, total: config.learning_rate + 1e-3)
+    said = proven(start, capsys)
+    assert re.search(r"weights that moved +\d+ +0 +too far", said)
+    assert "These moved: causal_lm.model.embed_tokens.weight" in said
+    assert re.search(r"KL to the reference +.*too far", said)
