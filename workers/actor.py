@@ -39,9 +39,7 @@ class ActorConfig:
     final_learning_rate: float = option(0.0, "Where the linear and cosine schedules end, as a share of the highest.")
     max_grad_norm: float = option(1.0, "Longest gradient; a longer one is scaled down to it.")
     compile: bool | None = option(
-        None,
-        "Compile each layer (the head alone under tensor parallelism) with torch.compile; where it is not said, on "
-        "CUDA alone.",
+        None, "Compile each layer and the head with torch.compile; where it is not said, on CUDA alone."
     )
     recompute: str = option(
         "none",

@@ -1,10 +1,11 @@
 """Run by test_layouts.py under torchrun: one step of every model kind on every layout of this many processes.
 
-    torchrun --nproc-per-node N layout_probe.py MODELS OUT REPLICATE,TENSOR [REPLICATE,TENSOR ...]
+    torchrun --nproc-per-node N layout_probe.py MODELS OUT REPLICATE,TENSOR[,compiled] [REPLICATE,TENSOR ...]
 
-leaves OUT/KIND-SHARD-TENSOR[-rREPLICATE].pt with what the controller saw.
+leaves OUT/KIND-SHARD-TENSOR-rREPLICATE[-compiled].pt with what the controller saw.
 """
 
+import functools
 import sys
 from pathlib import Path
 
@@ -26,9 +27,9 @@ from workers.sharding import ShardingManager
 TEMPERATURE = 0.8
 
 
-def ragged_batch():
+def ragged_batch(seed: int = 1):
     """24 samples of 6 prompts, lengths 6 to 40, off-policy enough that some ratios are clipped."""
-    random = torch.Generator().manual_seed(1)
+    random = torch.Generator().manual_seed(seed)
     lengths = torch.randint(6, 41, (24,), generator=random).tolist()
     tokens = [torch.randint(2, 118, (n,), generator=random) for n in lengths]
     mask = [torch.arange(n) >= 4 for n in lengths]
@@ -55,15 +56,28 @@ def attach_logprobs(batch, noise: torch.Tensor, logprobs, ref) -> None:
     batch["rollout_logprobs"] = ours
 
 
-def step(kind: str, models: Path, layout: Layout) -> dict[str, torch.Tensor]:
-    """Log-probabilities, one update, one sync, one rollout; what the controller knows of each."""
+def traced_graphs() -> int:
+    """How many graphs torch.compile has traced since it was reset."""
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """A DTensor's value, which no later update changes."""
+    return tensor.detach().full_tensor().clone()
+
+
+def step(kind: str, models: Path, layout: Layout, compiled: bool) -> dict[str, torch.Tensor]:
+    """Log-probabilities, one update, one sync, one rollout; what the controller knows of each.
+
+    "graphs": how many torch.compile had traced by then, and where layers are compiled after two updates more.
+    """
     controls = dist.get_rank() == 0
     # The layers are gathered one by one, as large ones are, but for one kind where they go with the rest.
     policy.SMALLEST_UNIT = SMALLEST_UNIT if kind == "llama" else 0
     algorithm = AlgorithmConfig(minibatches_per_step=2, kl_coefficient=0.1, entropy_coefficient=0.01)
     model, start = ModelConfig(path=str(models / "policy" / kind)), ModelConfig(path=str(models / "reference" / kind))
     # 128 tokens a micro-batch make several passes, and a different number of samples in each.
-    config = ActorConfig(learning_rate=1e-2, max_tokens_per_microbatch=128)
+    config = ActorConfig(learning_rate=1e-2, max_tokens_per_microbatch=128, compile=compiled)
     actor = ActorWorker(model, config, algorithm, layout, TEMPERATURE, 10)
     # With Adam's usual epsilon the rounding of a gradient near 0 decides the sign of a whole step.
     for group in actor.optimizer.param_groups:
@@ -86,12 +100,19 @@ def step(kind: str, models: Path, layout: Layout) -> dict[str, torch.Tensor]:
     sharding.expect_current(samples)
     again = actor.compute_logprobs(samples)
 
-    weights = {name.removeprefix(PREFIX): p.detach().full_tensor() for name, p in actor.policy.named_parameters()}
+    weights = {name.removeprefix(PREFIX): whole(parameter) for name, parameter in actor.policy.named_parameters()}
     # Adam's running mean is linear in the gradients, unlike the weights, which hide most of a gradient's size.
-    means = [actor.optimizer.state[parameter]["exp_avg"].full_tensor() for parameter in actor.parameters]
+    means = [whole(actor.optimizer.state[parameter]["exp_avg"]) for parameter in actor.parameters]
     same = all(torch.equal(weights[name], tensor) for name, tensor in engine.weights.items())
     everywhere = torch.tensor(float(same))
     dist.all_reduce(everywhere, op=dist.ReduceOp.MIN)
+    version = actor.version
+    graphs = [traced_graphs()]
+    if compiled:
+        for seed in (2, 3):
+            more, _ = ragged_batch(seed)
+            actor.imitate(more if controls else None)
+        graphs.append(traced_graphs())
     if not controls:
         return {}
     return {
@@ -103,7 +124,8 @@ def step(kind: str, models: Path, layout: Layout) -> dict[str, torch.Tensor]:
         "engine_holds_the_weights": bool(everywhere),
         "rollout_gap": (again["old_logprobs"].values() - samples["rollout_logprobs"].values()).abs().max(),
         "rollout_prompts": [row[: 4 + i // 2].tolist() for i, row in enumerate(samples["tokens"].unbind())],
-        "version": (int(samples["version"].min()), actor.version),
+        "version": (int(samples["version"].min()), version),
+        "graphs": graphs,
     }
 
 
@@ -111,13 +133,19 @@ def main() -> None:
     models, out = Path(sys.argv[1]), Path(sys.argv[2])
     device = pick_device("cpu")
     join(device, 120.0)
+    # All passes of torch.compile but the slow last, which makes kernels of what was traced; and never eager instead.
+    torch.compile = functools.partial(torch.compile, backend="aot_eager_decomp_partition")
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
     for cut in sys.argv[3:]:
-        replicate, tensor = map(int, cut.split(","))
-        layout = make_layout(device, replicate, tensor)
+        replicate, tensor, *compiled = cut.split(",")
+        layout = make_layout(device, int(replicate), int(tensor))
         for folder in sorted((models / "policy").iterdir()):
-            result = step(folder.name, models, layout)
+            torch._dynamo.reset()
+            torch._dynamo.utils.counters.clear()
+            result = step(folder.name, models, layout, bool(compiled))
             if dist.get_rank() == 0:
-                torch.save(result, out / f"{folder.name}-{layout.parts}-{tensor}-r{replicate}.pt")
+                name = "-".join([folder.name, str(layout.parts), tensor, f"r{replicate}", *compiled])
+                torch.save(result, out / f"{name}.pt")
     dist.destroy_process_group()
 
 

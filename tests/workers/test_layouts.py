@@ -16,8 +16,8 @@ from examples.countdown import make_model
 from tests.workers.layout_probe import TEMPERATURE, ragged_batch
 
 KINDS = {f"{kind}{'-tied' * tied}": (kind, tied) for kind in ("qwen2", "qwen3", "llama") for tied in (False, True)}
-LAYOUTS = {"2-1-r1": 2, "1-2-r1": 2, "2-1-r2": 2, "2-2-r1": 4, "4-1-r1": 4}
-CUTS = {1: ["1,1"], 2: ["1,1", "1,2", "2,1"], 4: ["1,2", "1,1"]}
+LAYOUTS = {"2-1-r1": 2, "1-2-r1": 2, "1-2-r1-compiled": 2, "2-1-r2": 2, "2-2-r1": 4, "4-1-r1": 4}
+CUTS = {1: ["1,1"], 2: ["1,1", "1,2", "1,2,compiled", "2,1"], 4: ["1,2", "1,1"]}
 
 
 @pytest.fixture(scope="session")
@@ -82,6 +82,13 @@ def test_layouts_agree(kind, layout, run_probe):
                 continue  # softmax does not see a shift of all keys: this gradient is 0 but for rounding
             difference = (many[tensors][name] - expected).abs().max() / expected.abs().max()
             assert difference <= 1e-5, (tensors, name)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_layers_cut_over_two_processes_are_compiled_once_for_any_lengths(kind, run_probe):
+    first, after_other_lengths = run_probe(kind, "1-2-r1-compiled", 2)["graphs"]
+    assert first > 0
+    assert after_other_lengths == first
 
 
 @pytest.mark.parametrize("kind", KINDS)

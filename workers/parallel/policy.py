@@ -13,14 +13,7 @@ import torch.distributed.checkpoint as dcp
 import transformers
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    PrepareModuleInput,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
@@ -29,6 +22,7 @@ from workers.parallel.attention import Packing, packed_class, rotary_angles
 from workers.parallel.logprobs import Head, Loss, head_logprobs, head_loss
 from workers.parallel.lora import LoraConfig, add_adapters, original_name, reset_adapters
 from workers.parallel.mesh import Layout
+from workers.parallel.tensor import split_over_tensor_mesh
 
 SUPPORTED = ("qwen2", "qwen3", "llama")
 PREFIX = "causal_lm."
@@ -114,11 +108,10 @@ def load_policy(
 ) -> Policy:
     """The policy of `config.path` cut over `layout`, in float32 where it trains and in its compute type otherwise.
 
-    `fuse`: compile the head, and without tensor parallelism each layer, for any number of tokens. `recompute`: which
-    layers are computed again on the way back instead of keeping what they computed: none, selective (every other) or
-    full. `reshard`: free a layer's gathered weights after each use, instead of keeping them until
-    `Policy.reshard_all`. `lora`: its adapters are what trains, where it has a rank. Raises ConfigError for what
-    `read_config` and `check_layout` refuse.
+    `fuse`: compile each layer and the head, for any number of tokens. `recompute`: which layers are computed again on
+    the way back instead of keeping what they computed: none, selective (every other) or full. `reshard`: free a
+    layer's gathered weights after each use, instead of keeping them until `Policy.reshard_all`. `lora`: its adapters
+    are what trains, where it has a rank. Raises ConfigError for what `read_config` and `check_layout` refuse.
     """
     hf_config = read_config(config)
     check_layout(hf_config, layout.slices)
@@ -132,12 +125,12 @@ def load_policy(
             add_adapters(causal_lm, lora)
     policy = Policy(causal_lm, layout, fuse)
     if layout.slices > 1:
-        _split_over_tensor_mesh(policy, layout)
+        split_over_tensor_mesh(causal_lm, layout.tensor)
     precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
     for index, layer in enumerate(causal_lm.model.layers):
         layer.self_attn.__class__ = packed_class(type(layer.self_attn))
-        # The forward methods alone: FSDP's hooks stay outside. DTensors of any length cannot be traced (torch 2.13).
-        if fuse and layout.slices == 1:
+        # The forward methods alone: FSDP's hooks stay outside.
+        if fuse:
             layer.forward = functools.partial(_for_any_length, torch.compile(layer.forward))
         if recompute == "full" or (recompute == "selective" and index % 2):
             layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
@@ -250,60 +243,3 @@ def local_folder(path: str) -> str:
     if not any(Path(folder).glob("*.safetensors")):
         raise ConfigError(f"model.path={path} has no *.safetensors: save it with save_pretrained of transformers 5.")
     return folder
-
-
-class _NormParallel(ParallelStyle):
-    """A norm whose weight is replicated and whose input is laid out as `layout` on the tensor mesh.
-
-    As a DTensor operation its weight gradient comes out right for both uses: equal on all ranks where they see
-    the same input, and a sum over ranks for the q and k norms, where each rank sees other heads.
-    """
-
-    def __init__(self, layout: Replicate | Shard) -> None:
-        self.layout = layout
-
-    def _apply(self, module: nn.Module, mesh) -> nn.Module:
-        def replicate(name, part, mesh):
-            for key, parameter in part.named_parameters(recurse=False):
-                part.register_parameter(key, nn.Parameter(distribute_tensor(parameter, mesh, [Replicate()])))
-
-        def enter(module, inputs, mesh):
-            return (DTensor.from_local(inputs[0], mesh, [self.layout], run_check=False), *inputs[1:])
-
-        def leave(module, output, mesh):
-            return output.to_local()
-
-        return distribute_module(module, mesh, replicate, enter, leave)
-
-
-def _split_over_tensor_mesh(policy: Policy, layout: Layout) -> None:
-    model = policy.causal_lm.model
-    replicate = Replicate()
-    # Entering attention and MLP as one DTensor makes one all-reduce of the input's gradient, not one per matrix.
-    plan = {
-        "self_attn": PrepareModuleInput(
-            input_kwarg_layouts={"hidden_states": replicate},
-            desired_input_kwarg_layouts={"hidden_states": replicate},
-        ),
-        "self_attn.q_proj": ColwiseParallel(),
-        "self_attn.k_proj": ColwiseParallel(),
-        "self_attn.v_proj": ColwiseParallel(),
-        "self_attn.o_proj": RowwiseParallel(),
-        "mlp": PrepareModuleInput(input_layouts=(replicate,), desired_input_layouts=(replicate,)),
-        "mlp.gate_proj": ColwiseParallel(),
-        "mlp.up_proj": ColwiseParallel(),
-        "mlp.down_proj": RowwiseParallel(),
-        "input_layernorm": _NormParallel(replicate),
-        "post_attention_layernorm": _NormParallel(replicate),
-    }
-    if hasattr(model.layers[0].self_attn, "q_norm"):
-        plan |= {"self_attn.q_norm": _NormParallel(Shard(2)), "self_attn.k_norm": _NormParallel(Shard(2))}
-    for layer in model.layers:
-        parallelize_module(layer, layout.tensor, plan)
-    top = {
-        "model.embed_tokens": RowwiseParallel(input_layouts=replicate),
-        "model.norm": _NormParallel(replicate),
-    }
-    if not policy.tied:
-        top["lm_head"] = ColwiseParallel()
-    parallelize_module(policy.causal_lm, layout.tensor, top)
