@@ -101,8 +101,10 @@ PRESETS = {
 
 def values_of(preset: str) -> dict[str, Any]:
     """The settings that `preset` stands for; raises ConfigError for a name that is none."""
-    if preset not in PRESETS:
-        near = f"did you mean {near}?" if (near := nearest(preset, PRESETS)) else f"use one of {', '.join(PRESETS)}."
+    if not isinstance(preset, str) or preset not in PRESETS:
+        near = (
+            f"did you mean {near}?" if (near := nearest(str(preset), PRESETS)) else f"use one of {', '.join(PRESETS)}."
+        )
         raise ConfigError(f"algorithm.preset={preset!r} is not an algorithm: {near}")
     return PRESETS[preset].choices
 
