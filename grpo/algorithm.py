@@ -148,7 +148,7 @@ class AlgorithmConfig:
     kl_ratio: bool = option(
         False,
         "Multiply the KL term by the ratio of new and old probability, which makes its gradient that of "
-        "KL(policy, ref) for every estimator (arXiv:2512.02556); without it k3's is that of KL(ref, policy).",
+        "KL(policy, ref) for k1 and k3 (arXiv:2512.02556); without it k2's is that, and k3's that of KL(ref, policy).",
     )
     entropy_coefficient: float = option(0.0, "Weight of the entropy bonus.")
     correction: str = option(
