@@ -80,8 +80,10 @@ def test_binary_rewards_have_the_known_advantages(choices, expected):
 @pytest.mark.parametrize("baseline", ["group_mean", "leave_one_out"])
 @pytest.mark.parametrize("reward", [0.0, 1.0, 0.1, 1 / 3, 1e8, -0.7])
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 8])
-def test_equal_rewards_give_exactly_zero(reward, size, baseline, scale):
-    result = of_samples([reward] * size + [0.0, 1.0], [1] * size + [0, 0], baseline=baseline, scale=scale)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])  # in float64 the mean of 0.1s is not 0.1
+def test_equal_rewards_give_exactly_zero(reward, size, baseline, scale, dtype):
+    rewards = torch.tensor([reward] * size + [0.0, 1.0], dtype=dtype)
+    result = of_samples(rewards, [1] * size + [0, 0], baseline=baseline, scale=scale)
     assert result[:size].tolist() == [0.0] * size
     assert result[size] == -result[size + 1] != 0
 
