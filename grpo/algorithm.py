@@ -101,8 +101,10 @@ PRESETS = {
 
 def values_of(preset: str) -> dict[str, Any]:
     """The settings that `preset` stands for; raises ConfigError for a name that is none."""
-    if preset not in PRESETS:
-        near = f"did you mean {near}?" if (near := nearest(preset, PRESETS)) else f"use one of {', '.join(PRESETS)}."
+    if not isinstance(preset, str) or preset not in PRESETS:
+        near = (
+            f"did you mean {near}?" if (near := nearest(str(preset), PRESETS)) else f"use one of {', '.join(PRESETS)}."
+        )
         raise ConfigError(f"algorithm.preset={preset!r} is not an algorithm: {near}")
     return PRESETS[preset].choices
 
@@ -146,7 +148,7 @@ class AlgorithmConfig:
     kl_ratio: bool = option(
         False,
         "Multiply the KL term by the ratio of new and old probability, which makes its gradient that of "
-        "KL(policy, ref) for every estimator (arXiv:2512.02556); without it k3's is that of KL(ref, policy).",
+        "KL(policy, ref) for k1 and k3 (arXiv:2512.02556); without it k2's is that, and k3's that of KL(ref, policy).",
     )
     entropy_coefficient: float = option(0.0, "Weight of the entropy bonus.")
     correction: str = option(

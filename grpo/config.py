@@ -86,15 +86,19 @@ def load(schema: type[T], path: str | Path | None = None, overrides: list[str] |
                 f"The value in {override!r} is not valid YAML: {' '.join(str(error).split())}."
             ) from error
     known = [key for key, *_ in describe(schema)]
-    for key, stands_for in _standing_for_others(schema):
-        values = [value for _, layer in given if (value := OmegaConf.select(layer, key)) is not None]
-        if values:
-            own, _, _ = key.rpartition(".")
-            OmegaConf.update(tree, own, stands_for(values[-1])) if own else tree.merge_with(stands_for(values[-1]))
     for source, layer in given:
         if not OmegaConf.is_dict(layer):
             raise ConfigError(f"{source} must hold `key: value` settings at its top level.")
         _refuse_unknown_keys(OmegaConf.to_container(layer), schema, known, source)
+    for key, stands_for in _standing_for_others(schema):
+        try:
+            values = [value for _, layer in given if (value := OmegaConf.select(layer, key)) is not None]
+        except OmegaConfBaseException as error:
+            raise ConfigError(f"Setting {key}: {str(error).splitlines()[0]}") from error
+        if values:
+            own, _, _ = key.rpartition(".")
+            OmegaConf.update(tree, own, stands_for(values[-1])) if own else tree.merge_with(stands_for(values[-1]))
+    for source, layer in given:
         try:
             tree = OmegaConf.merge(tree, layer)
         except OmegaConfBaseException as error:

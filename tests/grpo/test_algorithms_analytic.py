@@ -1,0 +1,185 @@
+"""What is known of the algorithms without a batch to compare with: sums, limits, and expectations by enumeration."""
+
+import pytest
+import torch
+
+from grpo.advantages import compute_advantages, weigh_tokens
+from grpo.algorithm import PRESETS, AlgorithmConfig
+from grpo.batch import jagged, make_batch
+from grpo.losses import ESTIMATORS, policy_loss
+
+GROUPED = [name for name, preset in PRESETS.items() if preset.choices.get("baseline") in (None, "leave_one_out")]
+
+
+def batch_of(rewards, groups, lengths):
+    return make_batch(
+        {
+            "response_mask": jagged([torch.tensor([False] + [True] * length) for length in lengths]),
+            "group": torch.tensor(groups),
+            "rewards": torch.tensor(rewards),
+        }
+    )
+
+
+def advantages_of(batch, **settings):
+    return compute_advantages(batch, AlgorithmConfig(**settings))["advantages"]
+
+
+@pytest.mark.parametrize("updates", [1, 2])
+@pytest.mark.parametrize("reward", [0.0, 1.0, 0.1, 1 / 3, -0.7, 1e8])
+@pytest.mark.parametrize("preset", GROUPED)
+def test_equal_rewards_teach_exactly_nothing(preset, reward, updates):
+    config = AlgorithmConfig.of(preset, minibatches_per_step=updates, constant_length=4)
+    batch = weigh_tokens(
+        compute_advantages(batch_of([reward] * 7, [3, 1, 3, 1, 1, 3, 1], [1, 2, 3, 4, 1, 2, 3]), config), config
+    )
+    picked = batch["response_mask"].values()
+    fields = {name: batch[name].values()[picked] for name in ("advantages", "weights")}
+    fields["owner"] = torch.arange(7).repeat_interleave(torch.tensor([1, 2, 3, 4, 1, 2, 3]))
+    logprobs = torch.linspace(-2, -0.1, 16).requires_grad_()
+    fields["old_logprobs"] = logprobs.detach().flip(0)
+    loss, _ = policy_loss(logprobs, torch.zeros(16), fields, config)
+    loss.backward()
+    assert loss == 0
+    assert logprobs.grad.tolist() == [0.0] * 16
+
+
+def test_all_presets_with_a_group_baseline_are_among_those():
+    assert GROUPED == ["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo"]
+
+
+REWARDS = [1.5, -0.25, 7.0, 0.1, 0.2, 0.4, 0.8, -3.0, 0.0]
+GROUPS = [5, 5, 0, 9, 9, 9, 9, 0, 9]
+LENGTHS = [3, 1, 2, 5, 1, 1, 4, 2, 3]
+
+
+@pytest.mark.parametrize("scale", ["group_std", "batch_std", "none"])
+@pytest.mark.parametrize("baseline", ["group_mean", "leave_one_out"])
+def test_the_advantages_of_a_groups_samples_sum_to_zero(baseline, scale):
+    rows = advantages_of(batch_of(REWARDS, GROUPS, LENGTHS), baseline=baseline, scale=scale).unbind()
+    for group in set(GROUPS):
+        values = [float(row[-1]) for row, of in zip(rows, GROUPS, strict=True) if of == group]
+        assert max(map(abs, values)) > 0.1
+        assert abs(sum(values)) < 1e-6 * max(map(abs, values))
+
+
+@pytest.mark.parametrize("scale", ["group_std", "none"])
+def test_leaving_oneself_out_is_the_group_mean_times_n_over_n_less_one(scale):
+    batch = batch_of(REWARDS, GROUPS, LENGTHS)
+    mean = advantages_of(batch, baseline="group_mean", scale=scale).unbind()
+    others = advantages_of(batch, baseline="leave_one_out", scale=scale).unbind()
+    for group, a, b in zip(GROUPS, mean, others, strict=True):
+        count = GROUPS.count(group)
+        torch.testing.assert_close(b, a * count / (count - 1), rtol=1e-6, atol=0)
+
+
+def test_batch_statistics_are_of_tokens_not_of_samples():
+    rows = advantages_of(batch_of(REWARDS, GROUPS, LENGTHS), baseline="batch_mean", scale="batch_std").unbind()
+    tokens = torch.cat([row[1:] for row in rows]).double()
+    assert abs(float(tokens.mean())) < 1e-6
+    assert float(tokens.std()) == pytest.approx(1, abs=1e-5)
+
+
+@pytest.mark.parametrize("scale", ["batch_std", "none"])
+def test_one_response_of_one_token_is_worth_nothing_against_its_own_mean(scale):
+    rows = advantages_of(batch_of([3.0], [0], [1]), samples_per_prompt=1, baseline="batch_mean", scale=scale)
+    assert rows.values().tolist() == [0.0, 0.0]
+
+
+# estimators of KL(policy, reference), summed over all tokens a policy could sample
+
+SIZE = 5
+
+
+def policies(distance=1.0):
+    """Logits, with gradient, and the log-probabilities of another policy at `distance` in logits; float64."""
+    random = torch.Generator().manual_seed(1)
+    logits = torch.randn(SIZE, generator=random, dtype=torch.float64)
+    other = logits + distance * torch.randn(SIZE, generator=random, dtype=torch.float64)
+    return logits.requires_grad_(), other.log_softmax(0)
+
+
+def divergence(first, second):
+    return (first.exp() * (first - second)).sum()
+
+
+def gradient(loss, logits):
+    [found] = torch.autograd.grad(loss, logits, retain_graph=True)
+    return found
+
+
+def expected_gradient(estimator, kl_ratio, old=None):
+    """Of the loss's KL term over samples of `old`, or of the policy itself: (gradient, logits, log policy, log ref)."""
+    logits, ref = policies()
+    logprobs = logits.log_softmax(0)
+    sampled = logprobs.detach() if old is None else old
+    fields = {
+        "advantages": torch.zeros(SIZE, dtype=torch.float64),
+        "weights": sampled.exp(),
+        "owner": torch.arange(SIZE),
+        "ref_logprobs": ref,
+    } | ({} if old is None else {"old_logprobs": old})
+    config = AlgorithmConfig(
+        kl_coefficient=1.0, kl_estimator=estimator, kl_ratio=kl_ratio, minibatches_per_step=1 if old is None else 2
+    )
+    loss, _ = policy_loss(logprobs, torch.zeros(SIZE), fields, config)
+    return gradient(loss, logits), logits, logits.log_softmax(0), ref
+
+
+@pytest.mark.parametrize("name", ["k1", "k3"])
+@pytest.mark.parametrize("distance", [0.01, 1.0, 3.0])
+def test_k1_and_k3_are_unbiased(name, distance):
+    logits, ref = policies(distance)
+    logprobs = logits.detach().log_softmax(0)
+    estimate = (logprobs.exp() * ESTIMATORS[name](logprobs - ref)).sum()
+    assert float(estimate) == pytest.approx(float(divergence(logprobs, ref)), rel=1e-9)
+
+
+def test_k2_is_near_for_near_policies():
+    for distance, relative in ((0.01, 0.02), (0.1, 0.2)):
+        logits, ref = policies(distance)
+        logprobs = logits.detach().log_softmax(0)
+        estimate = float((logprobs.exp() * ESTIMATORS["k2"](logprobs - ref)).sum())
+        exact = float(divergence(logprobs, ref))
+        assert estimate == pytest.approx(exact, rel=relative)
+        assert estimate != pytest.approx(exact, rel=relative / 1000)
+
+
+def test_k2_and_k3_are_never_negative_and_k1_is():
+    gaps = torch.linspace(-3, 3, 61, dtype=torch.float64)
+    assert (ESTIMATORS["k2"](gaps) >= 0).all()
+    assert (ESTIMATORS["k3"](gaps) >= 0).all()
+    assert (ESTIMATORS["k1"](gaps) < 0).any()
+
+
+def test_k1s_own_gradient_is_zero():
+    found, *_ = expected_gradient("k1", kl_ratio=False)
+    assert found.abs().max() < 1e-12
+
+
+def test_k2s_own_gradient_is_that_of_the_divergence():
+    found, logits, logprobs, ref = expected_gradient("k2", kl_ratio=False)
+    exact = gradient(divergence(logprobs, ref), logits)
+    assert exact.abs().max() > 0.1
+    torch.testing.assert_close(found, exact, rtol=1e-10, atol=1e-12)
+
+
+def test_k3s_own_gradient_is_that_of_the_divergence_the_other_way_round():
+    found, logits, logprobs, ref = expected_gradient("k3", kl_ratio=False)
+    torch.testing.assert_close(found, gradient(divergence(ref, logprobs), logits), rtol=1e-10, atol=1e-12)
+    assert (found - gradient(divergence(logprobs, ref), logits)).abs().max() > 0.03
+
+
+@pytest.mark.parametrize("off_policy", [False, True])
+@pytest.mark.parametrize("name", ["k1", "k3"])
+def test_with_the_ratio_the_gradient_of_k1_and_k3_is_that_of_the_divergence(name, off_policy):
+    old = torch.tensor([0.3, -1.0, 0.2, 0.0, 1.0], dtype=torch.float64).log_softmax(0) if off_policy else None
+    found, logits, logprobs, ref = expected_gradient(name, kl_ratio=True, old=old)
+    torch.testing.assert_close(found, gradient(divergence(logprobs, ref), logits), rtol=1e-10, atol=1e-12)
+
+
+def test_with_the_ratio_the_gradient_of_k2_is_that_of_its_own_expectation():
+    found, logits, logprobs, ref = expected_gradient("k2", kl_ratio=True)
+    own = (logprobs.exp() * (logprobs - ref).square() / 2).sum()
+    torch.testing.assert_close(found, gradient(own, logits), rtol=1e-10, atol=1e-12)
+    assert (found - gradient(divergence(logprobs, ref), logits)).abs().max() > 0.03

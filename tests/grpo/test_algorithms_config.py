@@ -1,0 +1,227 @@
+"""An algorithm in a config: presets, what wins over them, and that contradictions are refused."""
+
+import dataclasses
+import itertools
+import re
+
+import pytest
+
+from grpo.algorithm import CHOICES, PRESETS, AlgorithmConfig
+from grpo.config import ConfigError, load, to_yaml
+from trainer.config import TrainConfig
+
+
+@pytest.fixture
+def yaml(tmp_path):
+    def write(text):
+        path = tmp_path / "settings.yaml"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def algorithm(*overrides, path=None):
+    return load(TrainConfig, path, [f"algorithm.{override}" for override in overrides]).algorithm
+
+
+def refusal(*overrides, path=None):
+    with pytest.raises(ConfigError) as error:
+        algorithm(*overrides, path=path)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+# what cannot work
+
+NOT_GROUPED = {"baseline": "batch_mean", "scale": "none"}
+CONTRADICTIONS = [
+    ("baseline", "samples_per_prompt", {"samples_per_prompt": 1}),
+    ("baseline", "samples_per_prompt", {"samples_per_prompt": 1, "baseline": "leave_one_out", "scale": "none"}),
+    ("mask_no_signal", "samples_per_prompt", {"samples_per_prompt": 1, "mask_no_signal": True} | NOT_GROUPED),
+    ("resample_rounds", "samples_per_prompt", {"samples_per_prompt": 1, "resample_rounds": 3} | NOT_GROUPED),
+    ("scale", "baseline", {"baseline": "batch_mean"}),
+    ("scale", "baseline", {"baseline": "none"}),
+    ("ratio", "aggregate", {"ratio": "sequence", "aggregate": "token_mean"}),
+    ("ratio", "aggregate", {"ratio": "sequence", "aggregate": "sequence_sum"}),
+    ("ratio", "aggregate", {"ratio": "sequence", "aggregate": "constant"}),
+    ("dual_clip", "clip", {"dual_clip": 3.0, "clip": "cispo"}),
+    ("dual_clip", "clip", {"dual_clip": 3.0, "clip": "none"}),
+    ("dual_clip", "clip_high", {"dual_clip": 1.1}),
+    ("dual_clip", "clip_high", {"dual_clip": 1.5, "clip_high": 0.5}),
+    ("dual_clip", "clip_high", {"dual_clip": -3.0}),
+    ("correction_low", "correction_high", {"correction_low": 2.0}),
+    ("correction_low", "correction_high", {"correction_low": 0.5, "correction_high": 0.5}),
+    ("kl_in", "kl_ratio", {"kl_coefficient": 0.1, "kl_in": "reward", "kl_ratio": True}),
+    ("kl_estimator", "kl_ratio", {"kl_coefficient": 0.1, "kl_estimator": "k1"}),
+    ("kl_in", "kl_coefficient", {"kl_in": "reward"}),
+    ("kl_estimator", "kl_coefficient", {"kl_estimator": "k2"}),
+    ("kl_ratio", "kl_coefficient", {"kl_ratio": True}),
+    ("kl_in", "kl_coefficient", {"preset": "rloo", "kl_in": "loss"}),
+]
+
+
+@pytest.mark.parametrize(("first", "second", "chosen"), CONTRADICTIONS)
+def test_a_contradiction_names_both_settings(first, second, chosen):
+    config = AlgorithmConfig.of(**({"preset": "grpo"} | chosen))
+    with pytest.raises(ConfigError) as error:
+        config.check()
+    named = re.findall(r"algorithm\.(\w+)=(\S+)", str(error.value))
+    assert named == [(name, str(getattr(config, name))) for name in (first, second)]
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        {"samples_per_prompt": 1} | NOT_GROUPED,
+        {"samples_per_prompt": 2},
+        {"dual_clip": 1.3},
+        {"correction_low": 1.9},
+        {"kl_coefficient": 0.1, "kl_estimator": "k1", "kl_ratio": True},
+        {"kl_coefficient": 0.1, "kl_estimator": "k1", "kl_in": "reward"},
+        {"kl_coefficient": 0.1, "kl_estimator": "k2"},
+    ],
+)
+def test_what_is_next_to_a_contradiction_works(chosen):
+    AlgorithmConfig(**chosen).check()
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "says"),
+    [
+        ("prompts_per_step", 0, "at least 1"),
+        ("samples_per_prompt", 0, "at least 1"),
+        ("minibatches_per_step", 0, "at least 1"),
+        ("epochs_per_step", 0, "at least 1"),
+        ("minibatches_per_step", 5, "use a divisor"),
+        ("clip_low", -0.1, "must not be negative"),
+        ("clip_low", 1.1, "must be at most 1"),
+        ("clip_high", -0.1, "must not be negative"),
+        ("clip_high", float("nan"), "must not be negative"),
+        ("kl_coefficient", -1.0, "must not be negative"),
+        ("entropy_coefficient", -1.0, "must not be negative"),
+        ("correction_low", -1.0, "must not be negative"),
+        ("resample_rounds", -1, "must not be negative"),
+        ("overlong_share", -0.1, "must not be negative"),
+        ("overlong_share", 1.1, "use at most 1"),
+        ("constant_length", 0, "at least 1 token"),
+        *((name, "nothing", "use one of") for name in ("baseline", "scale", "ratio", "clip", "aggregate")),
+        *((name, "nothing", "use one of") for name in ("kl_in", "kl_estimator", "correction", "correction_level")),
+    ],
+)
+def test_a_setting_that_cannot_work_is_refused_by_name(setting, value, says):
+    config = dataclasses.replace(AlgorithmConfig(), **{setting: value})
+    with pytest.raises(ConfigError, match=f"algorithm.{setting}={value!r}.*{says}"):
+        config.check()
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_works_as_it_is(preset, beta):
+    AlgorithmConfig.of(preset, kl_coefficient=beta).check()
+    assert set(PRESETS[preset].choices) <= set(CHOICES)
+    algorithm(f"preset={preset}", f"kl_coefficient={beta}").check()
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [("dapp", "dapo"), ("drgrpo", "dr_grpo"), ("gsop", "gspo"), ("reinforce+", "reinforce++"), ("rlo", "rloo")],
+)
+def test_an_unknown_preset_suggests_the_nearest(given, meant, yaml):
+    says = f"algorithm.preset={given!r} is not an algorithm: did you mean {meant}?"
+    assert refusal(f"preset={given}") == says
+    assert refusal(path=yaml(f"algorithm: {{preset: {given}}}\n")) == says
+    with pytest.raises(ConfigError, match="did you mean"):
+        AlgorithmConfig(preset=given).check()
+
+
+def test_a_preset_unlike_any_other_lists_them():
+    assert refusal("preset=qqqq").endswith(f"use one of {', '.join(PRESETS)}.")
+
+
+@pytest.mark.parametrize("value", ["3", "true", "[dapo]", "{a: 1}", "${nothing}", "null", ""])
+def test_a_preset_that_is_no_name_is_refused(value, yaml):
+    assert "preset" in refusal(f"preset={value}")
+    assert "preset" in refusal(path=yaml(f"algorithm:\n  preset: {value}\n"))
+
+
+@pytest.mark.parametrize("text", ["- 1\n", "- algorithm\n", "algorithm: [1]\n", "algorithm: dapo\n", "algorithm:\n"])
+def test_a_file_of_another_shape_is_refused(text, yaml):
+    assert "settings.yaml" in refusal(path=yaml(text))
+
+
+# what wins
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_preset_stands_for_its_choices_and_nothing_else(preset, yaml):
+    for config in (algorithm(f"preset={preset}"), algorithm(path=yaml(f"algorithm: {{preset: {preset}}}\n"))):
+        expected = dataclasses.asdict(AlgorithmConfig()) | {"preset": preset} | PRESETS[preset].choices
+        expected["constant_length"] = 1024 if preset == "dr_grpo" else None
+        assert dataclasses.asdict(config) == expected
+        assert config.changes() == {}
+        assert config.name() == preset
+
+
+def test_dapo_has_more_room_above():
+    assert AlgorithmConfig().clip_high == 0.2
+    assert algorithm("preset=dapo").clip_high == AlgorithmConfig.of("dapo").clip_high == 0.28
+
+
+@pytest.mark.parametrize("value", [0.2, 0.5])  # also where it is what another preset has
+def test_what_is_set_wins_over_the_preset_wherever_it_stands(value, yaml):
+    preset, own = "preset=dapo", f"clip_high={value}"
+    found = [algorithm(*order) for order in itertools.permutations([preset, own])]
+    found += [algorithm(own, path=yaml("algorithm: {preset: dapo}\n"))]
+    found += [algorithm(preset, path=yaml(f"algorithm: {{clip_high: {value}}}\n"))]
+    found += [algorithm(path=yaml(f"algorithm: {{clip_high: {value}, preset: dapo}}\n"))]
+    found += [AlgorithmConfig.of("dapo", clip_high=value)]
+    for config in found:
+        assert (config.clip_high, config.aggregate) == (value, "token_mean")
+        assert config.changes() == {"clip_high": (value, 0.28)}
+        assert config.name() == f"dapo but for clip_high={value} (dapo: 0.28)"
+
+
+def test_the_last_preset_counts_and_leaves_nothing_of_the_one_before(yaml):
+    config = algorithm("preset=gspo", path=yaml("algorithm: {preset: dapo, entropy_coefficient: 0.1}\n"))
+    assert config.changes() == {"entropy_coefficient": (0.1, 0.0)}
+    assert dataclasses.replace(config, entropy_coefficient=0.0) == AlgorithmConfig.of("gspo")
+
+
+def test_the_sizes_of_a_step_are_no_change_of_the_algorithm():
+    config = algorithm("prompts_per_step=64", "samples_per_prompt=4", "minibatches_per_step=2", "epochs_per_step=3")
+    assert config.name() == "grpo"
+    assert algorithm("dual_clip=3", "kl_ratio=true").name() == "grpo but for dual_clip=3.0 (grpo: 0.0), " + (
+        "kl_ratio=True (grpo: False)"
+    )
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_written_config_loads_as_the_same(preset, yaml):
+    overrides = [f"algorithm.preset={preset}", "algorithm.clip_low=0.125", "rollout.max_response_tokens=77"]
+    config = load(TrainConfig, None, overrides)
+    again = load(TrainConfig, yaml(to_yaml(config)))
+    assert again == config
+    assert again.algorithm.changes() == config.algorithm.changes() != {}
+
+
+def test_the_constant_length_is_that_of_the_longest_response_unless_said():
+    longest = ["rollout.max_response_tokens=77"]
+    for chosen in (["algorithm.aggregate=constant"], ["algorithm.preset=dr_grpo"]):
+        assert load(TrainConfig, None, chosen + longest).algorithm.constant_length == 77
+        said = [*chosen, *longest, "algorithm.constant_length=5"]
+        assert load(TrainConfig, None, said).algorithm.constant_length == 5
+    assert load(TrainConfig, None, longest).algorithm.constant_length is None
+
+
+# what follows from the choices
+
+
+def test_only_a_single_update_a_step_is_on_policy():
+    assert not AlgorithmConfig().needs_old_logprobs
+    assert AlgorithmConfig(minibatches_per_step=2).needs_old_logprobs
+    assert AlgorithmConfig(epochs_per_step=2).needs_old_logprobs
+    assert not AlgorithmConfig(kl_coefficient=0.1).needs_old_logprobs
+    assert AlgorithmConfig(kl_coefficient=0.1, kl_in="reward").needs_old_logprobs
+    assert not AlgorithmConfig.of("rloo").needs_old_logprobs  # without a KL term there is none in the reward
