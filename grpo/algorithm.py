@@ -278,6 +278,10 @@ class AlgorithmConfig:
         if self.correction_low >= self.correction_high:
             refuse("correction_low", "correction_high", "no weight lies between them.")
         if self.kl_coefficient:
+            if self.kl_ratio and self.ratio == "sequence":
+                refuse("kl_ratio", "ratio", "a token's KL term needs the token's own ratio; use kl_ratio=false.")
+            if self.kl_ratio and self.kl_estimator == "k2":
+                refuse("kl_ratio", "kl_estimator", "k2's own gradient is right already; use kl_ratio=false.")
             if self.kl_in == "reward" and self.kl_ratio:
                 refuse("kl_in", "kl_ratio", "a reward has no gradient to set right; use kl_in=loss or kl_ratio=false.")
             if self.kl_in == "loss" and self.kl_estimator == "k1" and not self.kl_ratio:
