@@ -13,6 +13,7 @@ import argparse
 import json
 import math
 import re
+import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ CONFIG = "examples/countdown_cpu.yaml"
 SEEDS = (0, 1)
 BATCHES = {f"batch-{size}": f"{size} prompts a step" for size in (4, 8, 16, 32)}
 ENTROPIES = {
-    "plain": "nothing",
+    "plain": "nothing added",
     "entropy-0.003": "entropy bonus 0.003",
     "entropy-0.01": "entropy bonus 0.01",
     "clip-0.28": "clip_high 0.28",
@@ -291,17 +292,19 @@ def draw(data: Mapping[str, Any], docs: Path) -> list[Path]:
     sizes = [row["prompts"] for row in gradient["sizes"]]
     written = []
 
-    def save(name: str, panels: Sequence[Callable], height: float = 3.5) -> None:
+    def save(name: str, panels: Sequence[Callable], height: float = 4.0) -> None:
         # A white ground of its own, so that dark pages show it too.
         figure = Figure(figsize=(9.0, height), dpi=150, layout="constrained", facecolor="white")
         FigureCanvasAgg(figure)
+        shown: dict[str, Any] = {}
         for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
             panel(axes)
-            axes.title.set(weight="bold", size=10)
             axes.grid(color="#dddddd", lw=0.8)
             axes.set_axisbelow(True)
             axes.spines[["top", "right"]].set_visible(False)
-            axes.legend(frameon=False, fontsize=8)
+            shown |= dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
+        # One for all panels and beside none of the curves.
+        figure.legend(shown.values(), shown.keys(), loc="outside lower center", ncols=3, frameon=False, fontsize=9)
         figure.savefig(docs / name)
         written.append(docs / name)
 
@@ -316,34 +319,38 @@ def draw(data: Mapping[str, Any], docs: Path) -> list[Path]:
                     axes.plot(places, smooth(values) if smoothed else values, color=colour, alpha=0.3, lw=0.8)
                 shown = smooth(mean) if smoothed else mean
                 axes.plot(places, shown, color=colour, lw=2, marker="o" if few else None, ms=4, label=label)
-            axes.set_title(title, loc="left")
+            axes.set_title(title, loc="left", weight="bold", size=10)
             axes.set_xlabel("training step" if per == "step" else per)
             axes.set_ylabel(unit)
             axes.set_ylim(bottom=0)
 
         return panel
 
+    def over_sizes(axes: Any) -> None:
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(sizes, map(str, sizes))
+        axes.set_xlabel("prompts in the batch")
+
     def variance(axes: Any) -> None:
         ratio = [row["variance"] / row["signal"] if row["signal"] > 0 else math.nan for row in gradient["sizes"]]
-        axes.loglog(sizes, ratio, marker="o", ms=4, color=COLOURS[0], lw=2, label="measured")
+        axes.loglog(sizes, ratio, marker="o", ms=4, color="#222222", lw=2, label="measured")
         axes.loglog(sizes, [ratio[0] / size for size in sizes], color="#999999", ls="--", label="as 1 / prompts")
-        axes.set_title("Noise of the gradient", loc="left")
-        axes.set_xlabel("prompts in the batch")
+        axes.set_title("Noise of the gradient", loc="left", weight="bold", size=10)
         axes.set_ylabel("variance / squared mean")
+        over_sizes(axes)
 
     def norms(axes: Any) -> None:
         mean = [row["norm_mean"] for row in gradient["sizes"]]
         deviation = [row["norm_std"] for row in gradient["sizes"]]
         axes.errorbar(
-            sizes, mean, deviation, marker="o", ms=4, capsize=3, color=COLOURS[0], lw=2, label="mean, 1 deviation"
+            sizes, mean, deviation, marker="o", ms=4, capsize=3, color="#222222", lw=2, label="mean, 1 deviation"
         )
         expected = [math.sqrt(max(row["signal"], 0) + row["variance"]) for row in gradient["sizes"]]
-        axes.plot(sizes, expected, color="#999999", ls="--", label="sqrt(squared mean + variance)")
-        axes.set_xscale("log")
-        axes.set_title("Norm of the gradient, one policy", loc="left")
-        axes.set_xlabel("prompts in the batch")
+        axes.plot(sizes, expected, color="#999999", ls="--", label="root of squared mean + variance")
+        axes.set_title("Norm of the gradient, one policy", loc="left", weight="bold", size=10)
         axes.set_ylabel("norm")
         axes.set_ylim(bottom=0)
+        over_sizes(axes)
 
     save(
         "lesson_1_batch_size.png",
@@ -378,14 +385,14 @@ def draw(data: Mapping[str, Any], docs: Path) -> list[Path]:
             for (share, label), colour in zip(SHARES.items(), COLOURS, strict=True):
                 steps, mean = mean_curve(runs[name], f"samples/{share}")
                 axes.plot(steps, smooth(mean), color=colour, lw=2, label=label)
-            axes.set_title(FORMATS[name].capitalize(), loc="left")
+            axes.set_title(FORMATS[name].capitalize(), loc="left", weight="bold", size=10)
             axes.set_xlabel("training step")
             axes.set_ylabel("share of the samples, over 3 steps")
             axes.set_ylim(0, 1.02)
 
         return panel
 
-    save("lesson_5_order.png", [order(name) for name in FORMATS], height=4.0)
+    save("lesson_5_order.png", [order(name) for name in FORMATS], height=4.6)
     return written
 
 
@@ -395,7 +402,7 @@ def tables(data: Mapping[str, Any]) -> str:
     lines = [f"policy: {', '.join(f'{name} {value:.3f}' for name, value in gradient['policy'].items())}"]
 
     def table(title: str, heads: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        cells = [[f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in row] for row in rows]
+        cells = [[_cell(cell) for cell in row] for row in rows]
         lines.extend(["", title, "", f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)])
         lines.extend(f"| {' | '.join(row)} |" for row in cells)
 
@@ -427,6 +434,9 @@ def tables(data: Mapping[str, Any]) -> str:
             for row in gradient["sizes"]
         ],
     )
+    logs = [(math.log(row["prompts"]), math.log(row["variance"])) for row in gradient["sizes"]]
+    slope = statistics.linear_regression(*zip(*logs, strict=True)).slope
+    lines += ["", f"log variance over log prompts: slope {slope:.2f}, where 1 / prompts has -1"]
     evaluated = ", ".join(map(str, mean_curve(runs["plain"], "accuracy")[0]))
     accuracy = f"held-out accuracy at steps {evaluated}"
     table(
@@ -481,12 +491,20 @@ def tables(data: Mapping[str, Any]) -> str:
                     label,
                     first(name, f"samples/{share}"),
                     last(name, f"samples/{share}"),
-                    ", ".join(f"{halfway(*mean_curve({s: r}, f'samples/{share}')):.0f}" for s, r in runs[name].items()),
+                    ", ".join(
+                        f"{_cell(halfway(*mean_curve({s: r}, f'samples/{share}')))}" for s, r in runs[name].items()
+                    ),
                 ]
                 for share, label in SHARES.items()
             ],
         )
     return "\n".join(lines)
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.3g}" if math.isfinite(value) else "-"
+    return str(value)
 
 
 def _norms(run: Mapping[str, Mapping]) -> tuple[float, float]:
