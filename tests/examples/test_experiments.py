@@ -1,0 +1,192 @@
+"""examples/experiments/: what is read from a response, the shares of a step, the gradient's noise, and the table."""
+
+import json
+import math
+import random
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from examples.experiments import lessons
+from examples.experiments.lessons import Reading, halfway, read_response, shares, shares_by_step, smooth, spread
+from grpo.config import ConfigError, load
+from trainer.config import TrainConfig
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "experiments" / "run.sh"
+ROW = {"numbers": [3, 7, 2], "target": 12}
+RIGHT = "7 + 3 = 10 + 2 = 12 to 12 yes"
+WRONG = "7 - 2 = 5 + 3 = 8 to 12 no"
+HIT = "</think> <answer> ( 7 + 3 ) + 2 </answer>"
+MISS = "</think> <answer> ( 7 - 2 ) + 3 </answer>"
+
+
+def reading(response: str) -> dict:
+    return vars(read_response(response, ROW))
+
+
+@pytest.mark.parametrize(
+    ("response", "expected"),
+    [
+        (f"{RIGHT} {HIT}", Reading(True, True, True, 1, True, True)),
+        (f"{WRONG} {MISS}", Reading(True, False, False, 1, True, True)),
+        (f"{WRONG} {RIGHT} {HIT}", Reading(True, True, False, 2, True, True)),
+        (f"{WRONG} {WRONG} {WRONG} {MISS}", Reading(True, False, False, 3, True, True)),
+        # Nothing stated: the answer is the first try, and nothing is true or checked.
+        (HIT, Reading(True, True, True, 0, False, False)),
+        (MISS, Reading(True, False, False, 0, False, False)),
+        ("", Reading(False, False, False, 0, False, False)),
+    ],
+)
+def test_a_response_is_read(response, expected):
+    assert read_response(response, ROW) == expected
+
+
+@pytest.mark.parametrize(
+    ("answer", "formed"),
+    [
+        ("( 7 - 2 ) + 3", True),
+        ("( 7 + 3 ) + 2", True),
+        ("( 7 + 7 ) - 2", False),  # other numbers
+        ("( 7 + 3", False),
+        ("7 3 2", False),
+        ("", False),
+    ],
+)
+def test_an_answer_is_well_formed_with_exactly_the_numbers_whatever_it_makes(answer, formed):
+    response = f"{WRONG} </think> <answer> {answer} </answer>"
+    assert reading(response)["well_formed"] == formed
+    assert lessons.well_formed(response, ROW) == float(formed)
+    assert not reading(f"{WRONG} </think> <answer> {answer}")["well_formed"]  # not closed
+
+
+def test_the_first_try_is_right_by_what_it_computes_and_not_by_what_it_says():
+    assert reading(f"7 + 3 = 11 + 2 = 13 to 12 no {MISS}")["first_right"]
+    assert not reading(f"7 - 2 = 5 + 3 = 12 to 12 yes {HIT}")["first_right"]
+    assert not reading(f"7 + 7 = 14 - 2 = 12 to 12 yes {HIT}")["first_right"]  # not the numbers
+    assert not reading(f"{WRONG} {RIGHT} {HIT}")["first_right"]
+
+
+@pytest.mark.parametrize(
+    ("thinking", "true"),
+    [
+        ("7 + 3 = 10 + 2 = 12", True),
+        ("7 + 3 = 11 + 2 = 13", False),
+        ("7 + 3 = 10 + 2 = 13", False),
+        ("7 + 3 + 2 = 12", True),
+        ("7 - 3 - 2 = 6", False),
+        (f"{WRONG} 7 - 3 = 5 + 2 = 7 to 12 no", False),  # the second of two tries
+        ("7 + 3 = 1", False),
+        ("7 + 3 = 10", True),
+        ("7 to 12 yes", False),  # states nothing
+    ],
+)
+def test_stated_results_are_true_only_if_all_are(thinking, true):
+    assert reading(f"{thinking} {MISS}")["true"] == true
+
+
+@pytest.mark.parametrize(
+    ("thinking", "checks"),
+    [
+        (RIGHT, True),
+        (WRONG, True),
+        ("7 + 3 = 10 + 2 = 12 to 12 no", False),
+        ("7 - 2 = 5 + 3 = 8 to 12 yes", False),
+        ("7 - 2 = 5 + 3 = 8 to 8 yes", False),  # another target than the problem's
+        (f"{WRONG} 7 - 2 = 5 + 3 = 8 to 12 yes", False),
+        ("7 + 3 = 10 + 2 = 12", False),  # says nothing
+    ],
+)
+def test_checks_are_true_only_if_all_are(thinking, checks):
+    assert reading(f"{thinking} {MISS}")["checks"] == checks
+
+
+def test_shares_are_of_all_responses_but_for_those_that_try_on():
+    responses = [f"{RIGHT} {HIT}", f"{WRONG} {MISS}", f"{WRONG} {RIGHT} {HIT}", f"{WRONG} {WRONG} </think>", HIT]
+    readings = [read_response(response, ROW) for response in responses]
+    found = shares(readings)
+    assert found == {"well_formed": 0.8, "first_right": 0.4, "goes_on": 2 / 3, "true": 0.8, "checks": 0.8}
+    assert set(found) == set(lessons.SHARES)
+    assert math.isnan(shares(readings[:1])["goes_on"])
+    rows = [{"step": 2 - i % 2, "response": r, "example": ROW} for i, r in enumerate(responses)]
+    by_step = shares_by_step(rows)
+    assert list(by_step) == [1, 2]
+    assert by_step[1] == shares(readings[1::2])
+    assert by_step[2] == shares(readings[::2])
+
+
+def test_halfway_is_the_step_from_which_a_curve_stays_past_its_middle():
+    steps = list(range(1, 13))
+    assert halfway(steps, [0.0] * 6 + [1.0] * 6) == 7
+    assert halfway(steps, [1.0] * 6 + [0.0] * 6) == 7
+    assert halfway(steps, [0, 0, 0, 1, 1, 1, 0, 0, 0, 1, 1, 1]) == 10
+    assert math.isnan(halfway(steps, [0.5, 0.5, 0.9] + [0.52] * 9))
+    assert smooth([0.0, 3.0, math.nan, 1.0]) == [1.5, 1.5, 2.0, 1.0]
+
+
+def test_the_noise_of_gradients_is_estimated_without_bias():
+    random_ = random.Random(0)
+    mean, deviation, size, count = 0.5, 2.0, 50, 4
+    found = []
+    for _ in range(2000):
+        gradients = [[random_.gauss(mean, deviation) for _ in range(size)] for _ in range(count)]
+        squares = [sum(x * x for x in gradient) for gradient in gradients]
+        middle = [sum(column) / count for column in zip(*gradients, strict=True)]
+        found.append(spread(squares, sum(x * x for x in middle)))
+    average = {name: sum(one[name] for one in found) / len(found) for name in found[0]}
+    assert average["variance"] == pytest.approx(size * deviation**2, rel=0.01)
+    assert average["signal"] == pytest.approx(size * mean**2, rel=0.05)
+
+
+def runs_of_the_script() -> dict[str, list[str]]:
+    """The name of each run and its settings, from the table in run.sh."""
+    table = re.search(r'^runs="\n(.*?)^"', SCRIPT.read_text(), re.M | re.S)[1]
+    return {name: settings for name, _, *settings in map(str.split, table.splitlines())}
+
+
+def test_every_run_of_the_script_is_read_and_can_be_configured(monkeypatch):
+    monkeypatch.chdir(SCRIPT.parents[2])
+    runs = runs_of_the_script()
+    assert list(runs) == [*lessons.BATCHES, *lessons.ENTROPIES, *lessons.FORMATS]
+    for settings in runs.values():
+        config = load(TrainConfig, lessons.CONFIG, ["rewards.weights.well_formed=0", *settings])
+        config.algorithm.check()
+        assert next(iter(config.rewards.weights)) == "countdown"
+    assert subprocess.run(["bash", "-n", str(SCRIPT)]).returncode == 0
+
+
+def test_figures_are_drawn_from_the_runs_and_a_missing_one_is_named(tmp_path):
+    keys = [key for key in lessons.KEPT.values() if not key.startswith("eval/")]
+    held_out = [key for key in lessons.KEPT.values() if key.startswith("eval/")]
+    sample = {"response": f"{WRONG} {RIGHT} {HIT}", "example": ROW}
+    for name in runs_of_the_script():
+        for seed in lessons.SEEDS:
+            folder = tmp_path / f"{name}-{seed}"
+            folder.mkdir()
+            rows = [{"step": step, **({} if step == 0 else dict.fromkeys(keys, 0.5 + seed))} for step in range(5)]
+            for row in rows[::2]:
+                row |= dict.fromkeys(held_out, 0.25 * row["step"])
+            (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+            (folder / "samples.jsonl").write_text(
+                "".join(json.dumps({"step": step, **sample}) + "\n" for step in range(1, 5))
+            )
+    sizes = [
+        {"prompts": 2**i, "batches": 8 >> i, "variance": 8 / 2**i, "signal": 2.0, "norms": [1, 3]} for i in range(3)
+    ]
+    gradient = {"prompts": 8, "samples_per_prompt": 8, "policy": {"reward/mean": 0.3}, "sizes": sizes}
+    (tmp_path / "gradient.json").write_text(json.dumps(gradient))
+    data = lessons.collect(tmp_path)
+    assert lessons.mean_curve(data["runs"]["plain"], "entropy") == ([1, 2, 3, 4], [1.0] * 4)
+    assert lessons.mean_curve(data["runs"]["plain"], "accuracy") == ([0, 2, 4], [0.0, 0.5, 1.0])
+    assert lessons.mean_curve(data["runs"]["sparse"], "samples/goes_on") == ([1, 2, 3, 4], [1.0] * 4)
+    assert data["gradient"]["sizes"][0]["norm_std"] == pytest.approx(2**0.5)
+    written = lessons.draw(data, tmp_path)
+    assert len(written) == 5
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in written)
+    text = lessons.tables(data)
+    assert "| 4 | 2 | 1 | 4 | 2 | 1.41 | 71% |" in text
+    assert "| 0.000, 0.500, 1.000 | 1.000, 1.000 |" in text
+    (tmp_path / "clip-0.4-1" / "metrics.jsonl").unlink()
+    with pytest.raises(ConfigError, match=r"clip-0\.4-1"):
+        lessons.collect(tmp_path)
