@@ -7,6 +7,7 @@
 | rollout_logprobs | [B, *] float32 | what the engine reported when it sampled, 0 elsewhere |
 | old_logprobs, ref_logprobs | [B, *] float32 | the trainer's own, 0 outside the mask |
 | advantages | [B, *] float32 | per token, 0 outside the mask |
+| weights | [B, *] float32 | what a token's loss counts in that of its minibatch, 0 outside the mask |
 | group | [B] int64 | which prompt of the step this is a response to |
 | truncated | [B] bool | the response was cut at its longest length |
 | version | [B] int64 | the version of the weights it was sampled from |
