@@ -29,8 +29,8 @@ SEEDS = (0, 1)
 BATCHES = {f"batch-{size}": f"{size} prompts a step" for size in (4, 8, 16, 32)}
 ENTROPIES = {
     "plain": "nothing added",
-    "entropy-0.003": "entropy bonus 0.003",
     "entropy-0.01": "entropy bonus 0.01",
+    "entropy-0.05": "entropy bonus 0.05",
     "clip-0.28": "clip_high 0.28",
     "clip-0.4": "clip_high 0.4",
 }
@@ -437,11 +437,19 @@ def tables(data: Mapping[str, Any]) -> str:
     logs = [(math.log(row["prompts"]), math.log(row["variance"])) for row in gradient["sizes"]]
     slope = statistics.linear_regression(*zip(*logs, strict=True)).slope
     lines += ["", f"log variance over log prompts: slope {slope:.2f}, where 1 / prompts has -1"]
-    evaluated = ", ".join(map(str, mean_curve(runs["plain"], "accuracy")[0]))
-    accuracy = f"held-out accuracy at steps {evaluated}"
+
+    def accuracy(name: str) -> str:
+        return f"held-out accuracy at steps {', '.join(map(str, mean_curve(runs[name], 'accuracy')[0]))}"
+
     table(
         "Lesson 1: training",
-        ["prompts a step", accuracy, "at the end, by seed", "reward, last 3 steps", "norm, all steps: mean, deviation"],
+        [
+            "prompts a step",
+            accuracy("plain"),
+            "at the end, by seed",
+            "reward, last 3 steps",
+            "norm, all steps: mean, deviation",
+        ],
         [
             [
                 name.removeprefix("batch-"),
@@ -455,7 +463,7 @@ def tables(data: Mapping[str, Any]) -> str:
     )
     table(
         "Lesson 3: entropy (first and last 3 steps)",
-        ["run", "entropy", "length", "share of tokens clipped above", accuracy, "at the end, by seed"],
+        ["run", "entropy", "length", "share of tokens clipped above", accuracy("plain"), "at the end, by seed"],
         [
             [
                 label,
@@ -470,7 +478,7 @@ def tables(data: Mapping[str, Any]) -> str:
     )
     table(
         "Lesson 4: format (first and last 3 steps)",
-        ["run", "well-formed", "held out, well-formed, at the end by seed", accuracy, "at the end, by seed"],
+        ["run", "well-formed", "held out, well-formed, at the end by seed", accuracy("sparse"), "at the end, by seed"],
         [
             [
                 label,

@@ -3,7 +3,7 @@
 #
 #   bash examples/experiments/run.sh [OUT]             all of it below OUT (runs/lessons), figures and data into docs/
 #   JOBS=8 DEVICE=cuda bash examples/...               eight trainings side by side (1), on auto, cpu or cuda (auto)
-#   STEPS=2 DOCS=/tmp/docs bash examples/...           shorter trainings (33), figures and data to another folder
+#   STEPS=2 DOCS=/tmp/docs bash examples/...           shorter trainings (33; from the weak start four times that), figures and data to another folder
 #
 # WARM_STEPS (1400) and WEAK_STEPS (150) are the steps of the two warm starts, PROMPTS (256) what the gradient is
 # measured on. What is done already is left as it is: a second start goes on where the first one ended. OUT/NAME.log has
@@ -21,26 +21,26 @@ for count in JOBS="$jobs" STEPS="$steps"; do
 done
 [[ $device =~ ^(auto|cpu|cuda)$ ]] || fail "DEVICE=$device is not a device: use auto, cpu or cuda."
 
-# Name, warm start, settings; each is trained with the seeds 0 and 1.
+# Name, warm start, how many times STEPS, settings; each is trained with the seeds 0 and 1. The longest go first.
 runs="
-batch-4        warm  algorithm.prompts_per_step=4
-batch-8        warm  algorithm.prompts_per_step=8
-batch-16       warm  algorithm.prompts_per_step=16
-batch-32       warm  algorithm.prompts_per_step=32
-plain          warm  algorithm.minibatches_per_step=4
-entropy-0.003  warm  algorithm.minibatches_per_step=4  algorithm.entropy_coefficient=0.003
-entropy-0.01   warm  algorithm.minibatches_per_step=4  algorithm.entropy_coefficient=0.01
-clip-0.28      warm  algorithm.minibatches_per_step=4  algorithm.clip_high=0.28
-clip-0.4       warm  algorithm.minibatches_per_step=4  algorithm.clip_high=0.4
-sparse         weak  rewards.options.countdown.valid=0  rewards.options.countdown.format=0
-format         weak  rewards.options.countdown.valid=0  rewards.options.countdown.format=0  rewards.weights.well_formed=0.2
+sparse         weak  4  rewards.options.countdown.valid=0  rewards.options.countdown.format=0
+format         weak  4  rewards.options.countdown.valid=0  rewards.options.countdown.format=0  rewards.weights.well_formed=0.2
+batch-4        warm  1  algorithm.prompts_per_step=4
+batch-8        warm  1  algorithm.prompts_per_step=8
+batch-16       warm  1  algorithm.prompts_per_step=16
+batch-32       warm  1  algorithm.prompts_per_step=32
+plain          warm  1  algorithm.minibatches_per_step=4
+entropy-0.01   warm  1  algorithm.minibatches_per_step=4  algorithm.entropy_coefficient=0.01
+entropy-0.05   warm  1  algorithm.minibatches_per_step=4  algorithm.entropy_coefficient=0.05
+clip-0.28      warm  1  algorithm.minibatches_per_step=4  algorithm.clip_high=0.28
+clip-0.4       warm  1  algorithm.minibatches_per_step=4  algorithm.clip_high=0.4
 "
 # Float32 on every device, and not compiled: on so small a model that takes longer than it saves.
 common="device=$device model.dtype=float32 actor.compile=false tracking.folder=$out"
 # The share of well-formed answers is reported everywhere, and rewarded where a run's own settings say so.
-grpo="steps=$steps data.train=$out/data/train.jsonl data.eval=$out/data/heldout.jsonl algorithm.kl_coefficient=0
+grpo="data.train=$out/data/train.jsonl data.eval=$out/data/heldout.jsonl algorithm.kl_coefficient=0
     rewards.files=[examples/experiments/lessons.py] rewards.weights.well_formed=0 evaluation.accuracy=countdown
-    evaluation.every=$(((steps + 1) / 2)) checkpoint.every=0 tracking.samples_every=1 tracking.samples_kept=128"
+    checkpoint.every=0 tracking.samples_every=1 tracking.samples_kept=128"
 export out common grpo steps
 
 logged() {  # NAME COMMAND ...
@@ -61,12 +61,12 @@ warm_start() {  # NAME STEPS
         "data.train=$out/data/demonstrations.jsonl" "steps=$2" "tracking.name=$1"
 }
 
-training() {  # SEED NAME WARM_START key=value ...
-    local name=$2-$1
-    tail -n 1 "$out/$name/metrics.jsonl" 2>/dev/null | grep -q "^{\"step\": $steps," && return
+training() {  # SEED NAME WARM_START TIMES key=value ...
+    local name=$2-$1 total=$((steps * $4))
+    tail -n 1 "$out/$name/metrics.jsonl" 2>/dev/null | grep -q "^{\"step\": $total," && return
     # shellcheck disable=SC2086
     logged "$name" python -m trainer train examples/countdown_cpu.yaml $common $grpo "model.path=$out/$3/model" \
-        "seed=$1" "tracking.name=$name" "${@:4}"
+        "seed=$1" "tracking.name=$name" "steps=$total" "evaluation.every=$(((total + 1) / 2))" "${@:5}"
 }
 export -f logged training
 
