@@ -96,8 +96,7 @@ def load(schema: type[T], path: str | Path | None = None, overrides: list[str] |
         except OmegaConfBaseException as error:
             raise ConfigError(f"Setting {key}: {str(error).splitlines()[0]}") from error
         if values:
-            own, _, _ = key.rpartition(".")
-            OmegaConf.update(tree, own, stands_for(values[-1])) if own else tree.merge_with(stands_for(values[-1]))
+            OmegaConf.update(tree, key.rpartition(".")[0], stands_for(values[-1]))
     for source, layer in given:
         try:
             tree = OmegaConf.merge(tree, layer)

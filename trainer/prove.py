@@ -5,6 +5,7 @@ processes found is kept in the run's folder, and the next number is held against
 """
 
 import dataclasses
+import gc
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -75,7 +76,8 @@ def prove_cuts(config: TrainConfig, device: torch.device, record: Path, console:
             shape = f"{replicate} x {world // replicate // tensor} x {tensor}"
             first = first or update
             apart = max(
-                abs(update.loss / first.loss - 1),
+                # A loss is a sum of terms of both signs and may be near 0: the gradient says what is small.
+                abs(update.loss - first.loss) / max(abs(first.loss), first.norm),
                 abs(update.norm / first.norm - 1),
                 distance(update.gradient, first.gradient),
                 distance(update.weights, first.weights),
@@ -85,7 +87,7 @@ def prove_cuts(config: TrainConfig, device: torch.device, record: Path, console:
             mine = mine or {"loss": first.loss, "norm": first.norm}
             table.add_row(shape, name, f"{update.loss:.8f}", f"{update.norm:.8f}", f"{apart:.1e}", _mark(good))
     for processes, other in known.items():
-        apart = max(abs(mine[name] / other[name] - 1) for name in mine)
+        apart = max(abs(mine[name] - other[name]) for name in mine) / max(abs(other["loss"]), other["norm"])
         good = apart <= TOLERANCE
         held &= good
         found = (f"{other['loss']:.8f}", f"{other['norm']:.8f}", f"{apart:.1e}", _mark(good))
@@ -117,6 +119,7 @@ def one_update(
     config: TrainConfig, device: torch.device, replicate: int, tensor: int, budget: int, shuffled: bool
 ) -> Update:
     """One update of the model at its start, on a random ragged batch that depends on the seed alone."""
+    gc.collect()  # FSDP's modules refer to each other: the model before would stay beside this one
     layout = make_layout(device, replicate, tensor)
     settings = dataclasses.replace(
         config.actor, replicate=replicate, tensor_parallel=tensor, max_tokens_per_microbatch=budget

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from grpo.advantages import weigh_tokens
 from grpo.algorithm import AlgorithmConfig
 from grpo.batch import jagged, make_batch, with_values
 from trainer.trainer import attach
@@ -111,7 +112,7 @@ def step(kind: str, models: Path, layout: Layout, compiled: bool) -> dict[str, t
     if compiled:
         for seed in (2, 3):
             more, _ = ragged_batch(seed)
-            actor.imitate(more if controls else None)
+            actor.imitate(weigh_tokens(more if controls else None, algorithm))
         graphs.append(traced_graphs())
     if not controls:
         return {}

@@ -276,6 +276,19 @@ def test_an_update_says_how_fast_and_how_evenly_it_worked(make_actor, monkeypatc
     assert metrics["perf/packing"] == pytest.approx(sum(fill[:-1]) / (len(fill) - 1) / 45)
 
 
+def test_weight_decay_leaves_norms_and_biases_as_they_are(make_actor):
+    worker, batch = make_actor(learning_rate=0.1, weight_decay=0.5), batch_of()
+    batch["advantages"].values().zero_()
+    before = {name: parameter.detach().full_tensor().clone() for name, parameter in worker.policy.named_parameters()}
+    worker.update(batch)
+    kinds = set()
+    for name, parameter in worker.policy.named_parameters():
+        decay = 0.95 if parameter.ndim == 2 else 1.0
+        kinds.add(name.rpartition(".")[2] + str(parameter.ndim))
+        torch.testing.assert_close(parameter.detach().full_tensor(), decay * before[name], msg=name)
+    assert kinds == {"weight1", "weight2"}  # Qwen3 has norms and no biases
+
+
 def test_an_update_learns_from_the_sign_of_the_advantage(make_actor):
     worker, batch = make_actor(learning_rate=1e-3), batch_of()
     before = worker.compute_logprobs(batch)["old_logprobs"].values()
