@@ -30,7 +30,7 @@ LORA = LoraConfig(rank=3, alpha=6.0)
 
 def make_workers(model: ModelConfig, layout: Layout, lora: LoraConfig = LORA, minibatches: int = 2, **settings):
     """An actor and the reference it shares its weights with."""
-    algorithm = AlgorithmConfig(minibatches_per_step=minibatches, kl_coefficient=0.1)
+    algorithm = AlgorithmConfig(minibatches_per_step=minibatches, aggregate="token_mean", kl_coefficient=0.1)
     # 128 tokens a micro-batch make several passes.
     config = ActorConfig(**{"learning_rate": 1e-2, "max_tokens_per_microbatch": 128, "lora": lora} | settings)
     actor = ActorWorker(model, config, algorithm, layout, TEMPERATURE, 10)

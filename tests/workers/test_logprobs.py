@@ -25,7 +25,9 @@ WAYS = [plain_head, head_with_loss_inside]
 def assert_agree(result, expected, tolerance=1e-5):
     for name, value in expected.items():
         assert result[name].dtype == torch.float32
-        torch.testing.assert_close(result[name].double(), value, rtol=tolerance, atol=tolerance)
+        # Of the largest entry: what cancels in a small one is rounded as the large ones are, and how depends on the CPU.
+        atol = tolerance * max(1.0, float(value.abs().max())) if value.numel() else 0.0
+        torch.testing.assert_close(result[name].double(), value, rtol=tolerance, atol=atol)
 
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 1.7])
