@@ -25,7 +25,7 @@ WAYS = [plain_head, head_with_loss_inside]
 def assert_agree(result, expected, tolerance=1e-5):
     for name, value in expected.items():
         assert result[name].dtype == torch.float32
-        # Of the largest entry: what cancels in a small one is rounded as the large ones are, and how depends on the CPU.
+        # Of the largest entry: what cancels in a small one is rounded as the large ones are, on each CPU otherwise.
         atol = tolerance * max(1.0, float(value.abs().max())) if value.numel() else 0.0
         torch.testing.assert_close(result[name].double(), value, rtol=tolerance, atol=atol)
 
