@@ -25,7 +25,8 @@ def make_actor(layout, model_config):
         config = ActorConfig(**{"learning_rate": 1e-2, "max_tokens_per_microbatch": 64} | settings)
         worker = ActorWorker(model_config, config, algorithm or AlgorithmConfig(), layout, 0.8, 10)
         # With Adam's usual epsilon the rounding of a gradient near 0 decides the sign of a whole step.
-        worker.optimizer.param_groups[0]["eps"] = 1e-3
+        for group in worker.optimizer.param_groups:
+            group["eps"] = 1e-3
         return worker
 
     return make
