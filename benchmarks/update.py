@@ -98,7 +98,9 @@ def main() -> None:
         print(line)
         print(
             ", ".join(
-                f"{name} {metrics[name]:.3f}" for name in ("perf/update_balance", "perf/packing") if name in metrics
+                f"{name} {metrics[name]:.3f}"
+                for name in ("perf/update_balance", "perf/update_bubble", "perf/packing")
+                if name in metrics
             )
         )
         job = Job(

@@ -1,6 +1,6 @@
 """Plans of who computes what: samples over parts, and samples into micro-batches under a token budget."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 
 def balance(costs: Sequence[float], parts: int) -> list[list[int]]:
@@ -25,11 +25,14 @@ def balance(costs: Sequence[float], parts: int) -> list[list[int]]:
     return [sorted(b) for b in bins]
 
 
-def pack(lengths: Sequence[int], max_tokens: int, at_least: int = 1) -> list[list[int]]:
+def pack(
+    lengths: Sequence[int], max_tokens: int, at_least: int = 1, cost: Callable[[int], float] = float
+) -> list[list[int]]:
     """Fill micro-batches of at most `max_tokens` tokens one after the other, and make `at_least` so many.
 
     The longest sample goes first, each into the fullest micro-batch that has room for it (best fit decreasing, at most
-    11/9 of the fewest + 1), so that all but the last are nearly full. Returns lists of indices, the fullest first. A
+    11/9 of the fewest + 1), so that all but the last are nearly full. Returns lists of indices, the most costly first
+    (`cost`, of a sample's length), so that ranks that wait for each other in every layer do equal work side by side. A
     sample longer than `max_tokens` raises ValueError. More micro-batches than are needed are made where other ranks
     have more work, of one sample each, and of none where the samples run out.
     """
@@ -47,8 +50,8 @@ def pack(lengths: Sequence[int], max_tokens: int, at_least: int = 1) -> list[lis
             room.append(max_tokens)
         bins[best].append(i)
         room[best] -= lengths[i]
-    bins.sort(key=lambda rows: -sum(lengths[i] for i in rows))
     while len(bins) < at_least:
         most = max(bins, key=len)
         bins.append([most.pop()] if len(most) > 1 else [])
+    bins.sort(key=lambda rows: -sum(cost(lengths[i]) for i in rows))
     return [sorted(rows) for rows in bins]

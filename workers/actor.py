@@ -15,7 +15,7 @@ from grpo.batch import jagged, lengths_of, make_batch, select
 from grpo.config import ConfigError, choose, option
 from grpo.losses import imitation_loss, policy_loss
 from grpo.packing import pack
-from workers.dispatch import Worker, dispatched
+from workers.dispatch import Worker, WorkerGroup, dispatched
 from workers.parallel.flops import Flops, peak_of
 from workers.parallel.lora import LoraConfig
 from workers.parallel.mesh import Layout
@@ -83,22 +83,23 @@ class MicroBatch:
     tokens: torch.Tensor  # [T] int64
     wanted: torch.Tensor  # [N] int64, where in T the response tokens stand
     fields: dict[str, torch.Tensor]  # [N], of the response tokens; `owner`, int64, numbers the samples
+    last: bool  # of this rank's
 
 
-def microbatches(batch: TensorDict, max_tokens: int, layout: Layout) -> Iterator[MicroBatch]:
-    """Cut this part's rows into packed micro-batches, as many on every part of `layout`.
+def microbatches(batch: TensorDict, max_tokens: int, group: WorkerGroup) -> Iterator[MicroBatch]:
+    """Cut this part's rows into packed micro-batches, as many on every part of `group`, the most costly first.
 
     FSDP's collectives need every rank to make the same number of passes. A rank with fewer samples than passes
     repeats its first one without response tokens, which adds nothing to any sum.
     """
     lengths = lengths_of(batch["tokens"])
-    plan = pack(lengths, max_tokens)
+    plan, layout = pack(lengths, max_tokens, cost=group.cost), group.layout
     count = torch.tensor(len(plan))
     dist.all_reduce(count, op=dist.ReduceOp.MAX, group=layout.data_group)
     if count > len(plan):
-        plan = pack(lengths, max_tokens, at_least=int(count))
+        plan = pack(lengths, max_tokens, at_least=int(count), cost=group.cost)
     columns = {name: field.unbind() for name, field in batch.items() if field.is_nested}
-    for rows in plan:
+    for number, rows in enumerate(plan, 1):
         used = rows or [0]
         packed = {name: torch.cat([column[row] for row in used]) for name, column in columns.items()}
         tokens, mask = packed.pop("tokens"), packed.pop("response_mask")
@@ -106,9 +107,8 @@ def microbatches(batch: TensorDict, max_tokens: int, layout: Layout) -> Iterator
         wanted = mask.nonzero()[:, 0] if rows else mask.new_zeros(0, dtype=torch.int64)
         packed["owner"] = torch.arange(len(used)).repeat_interleave(torch.tensor([lengths[row] for row in used]))
         fields = {name: field[wanted].to(layout.device) for name, field in packed.items()}
-        yield MicroBatch(
-            rows, [lengths[row] for row in used], tokens.to(layout.device), wanted.to(layout.device), fields
-        )
+        tokens, wanted = tokens.to(layout.device), wanted.to(layout.device)
+        yield MicroBatch(rows, [lengths[row] for row in used], tokens, wanted, fields, last=number == len(plan))
 
 
 def learning_rate(config: ActorConfig, update: int, total_updates: int) -> float:
@@ -230,7 +230,8 @@ class ActorWorker(Worker):
     @dispatched("tokens", "response_mask")
     def compute_logprobs(self, batch: TensorDict, name: str = "old_logprobs") -> TensorDict:
         """The policy's own log-probabilities of the sampled tokens, as a batch with the one field `name` [B, *]."""
-        return compute_logprobs(self.policy, batch, name, self.config.max_tokens_per_microbatch, self.temperature)
+        most = self.config.max_tokens_per_microbatch
+        return compute_logprobs(self.policy, self.group, batch, name, most, self.temperature)
 
     def update(self, batch: TensorDict | None) -> dict[str, float]:
         """Learn from one step's samples: epochs_per_step passes in minibatches_per_step optimizer updates each.
@@ -293,11 +294,12 @@ class ActorWorker(Worker):
         if not tokens:
             raise ValueError("The minibatch has no response tokens: nothing can be learned from it.")
         sums: dict[str, torch.Tensor] = {}
-        micros = list(microbatches(batch, self.config.max_tokens_per_microbatch, self.layout))
-        for i, micro in enumerate(micros):
-            last = i == len(micros) - 1
-            self.policy.set_requires_gradient_sync(last)
-            self.policy.set_reshard_after_backward(last or self.config.reshard)
+        micros: list[MicroBatch] = []
+        # Each is put together while the device works on the one before.
+        for micro in microbatches(batch, self.config.max_tokens_per_microbatch, self.group):
+            micros.append(micro)
+            self.policy.set_requires_gradient_sync(micro.last)
+            self.policy.set_reshard_after_backward(micro.last or self.config.reshard)
 
             def part(logprobs: torch.Tensor, entropy: torch.Tensor, here: slice, micro: MicroBatch = micro):
                 total, parts = loss(logprobs, entropy, {name: field[here] for name, field in micro.fields.items()})
@@ -326,18 +328,21 @@ class ActorWorker(Worker):
         """How evenly and how fast the work of an update was done (docs/performance.md has the formulas)."""
         # Backward costs twice the forward pass: the gradients to what comes in, and (but for adapters) to the weights.
         passes = 2 if self.config.lora.rank else 3
-        work = passes * float(
-            sum(self.flops.forward(micro.lengths, len(micro.wanted)) for micro in micros if micro.rows)
-        )
+        each = [
+            passes * float(self.flops.forward(micro.lengths, len(micro.wanted))) if micro.rows else 0.0
+            for micro in micros
+        ]
         tokens = [sum(micro.lengths) for micro in micros if micro.rows]
-        most = torch.tensor(work, dtype=torch.double)
-        sums = torch.tensor([work, sum(tokens[:-1]), len(tokens) - 1], dtype=torch.double)
+        most = torch.tensor([sum(each), *each], dtype=torch.double)
+        sums = torch.tensor([sum(each), sum(tokens) - min(tokens), len(tokens) - 1], dtype=torch.double)
         dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.layout.data_group)
         dist.all_reduce(sums, group=self.layout.data_group)
         work, full, count = sums.tolist()
         metrics = {
             "perf/update_tflops_per_device": work / seconds / dist.get_world_size() / 1e12,
-            "perf/update_balance": work / self.layout.parts / float(most),
+            "perf/update_balance": work / self.layout.parts / float(most[0]),
+            # Ranks meet in every layer, so each micro-batch lasts as long as its largest.
+            "perf/update_bubble": 1 - work / self.layout.parts / float(most[1:].sum()),
         }
         if count:
             metrics["perf/packing"] = full / count / self.config.max_tokens_per_microbatch
@@ -360,11 +365,13 @@ class ActorWorker(Worker):
         return metrics
 
 
-def compute_logprobs(policy: Policy, batch: TensorDict, name: str, max_tokens: int, temperature: float) -> TensorDict:
+def compute_logprobs(
+    policy: Policy, group: WorkerGroup, batch: TensorDict, name: str, max_tokens: int, temperature: float
+) -> TensorDict:
     """Log-probabilities of the masked tokens of this part's rows under `policy`, as the one field `name` [B, *]."""
     rows: dict[int, torch.Tensor] = {}
     with torch.no_grad():
-        for micro in microbatches(batch, max_tokens, policy.layout):
+        for micro in microbatches(batch, max_tokens, group):
             logprobs, _ = policy(micro.tokens, micro.lengths, micro.wanted, temperature, entropy=False)
             everywhere = torch.zeros(len(micro.tokens)).index_copy(0, micro.wanted.cpu(), logprobs.cpu())
             rows.update(zip(micro.rows, everywhere.split(micro.lengths), strict=False))

@@ -46,6 +46,6 @@ class RefWorker(Worker):
         self.reload()
         self.parked.ready()
         with adapters_off(self.policy):
-            result = compute_logprobs(self.policy, batch, "ref_logprobs", self.max_tokens, self.temperature)
+            result = compute_logprobs(self.policy, self.group, batch, "ref_logprobs", self.max_tokens, self.temperature)
         self.offload()
         return result

@@ -15,6 +15,7 @@ from grpo.config import ConfigError
 from grpo.packing import pack
 from workers import actor as actor_module
 from workers.actor import ActorConfig, ActorWorker, clip_gradients, learning_rate, microbatches
+from workers.dispatch import WorkerGroup
 
 FIELDS = ("tokens", "response_mask", "rollout_logprobs", "advantages")
 
@@ -119,9 +120,10 @@ def test_settings_that_cannot_work_are_refused_by_name(settings, says):
 @pytest.mark.parametrize("budget", [20, 50, 1000])
 def test_microbatches_hold_every_sample_once_within_the_budget(layout, budget):
     batch = batch_of()
-    micros = list(microbatches(batch, budget, layout))
+    micros = list(microbatches(batch, budget, WorkerGroup(layout, float)))
     assert sorted(row for micro in micros for row in micro.rows) == list(range(12))
     assert len(micros) == len(pack(lengths_of(batch["tokens"]), budget))
+    assert [micro.last for micro in micros] == [False] * (len(micros) - 1) + [True]
     for micro in micros:
         assert sum(micro.lengths) <= budget
         rows = {name: torch.cat([batch[name].unbind()[row] for row in micro.rows]) for name in FIELDS}
@@ -139,7 +141,7 @@ def test_microbatches_hold_every_sample_once_within_the_budget(layout, budget):
 def test_a_part_with_less_work_makes_as_many_passes_and_the_surplus_ones_learn_nothing(layout, monkeypatch):
     monkeypatch.setattr(dist, "all_reduce", lambda count, **_: count.fill_(15))
     batch = batch_of()
-    micros = list(microbatches(batch, 1000, layout))
+    micros = list(microbatches(batch, 1000, WorkerGroup(layout, float)))
     assert len(micros) == 15
     assert sorted(row for micro in micros for row in micro.rows) == list(range(12))
     for micro in micros:
@@ -272,7 +274,7 @@ def test_an_update_says_how_fast_and_how_evenly_it_worked(make_actor, monkeypatc
     forward = 2 * linear * sum(lengths) + 2 * head * predicted + 4 * config.num_hidden_layers * width * pairs
     assert metrics["perf/update_tflops_per_device"] == pytest.approx(3 * forward / 2 / 1e12)
     assert metrics["perf/update_mfu"] == pytest.approx(3 * forward / 2 / 1e12)
-    assert metrics["perf/update_balance"] == 1
+    assert (metrics["perf/update_balance"], metrics["perf/update_bubble"]) == (1, 0)
     fill = [sum(lengths[i] for i in rows) for rows in pack(lengths, 45)]
     assert metrics["perf/packing"] == pytest.approx(sum(fill[:-1]) / (len(fill) - 1) / 45)
 

@@ -13,7 +13,10 @@ import torch
 import transformers
 
 from examples.countdown import make_model
+from grpo.batch import lengths_of
+from grpo.packing import balance, pack
 from tests.workers.layout_probe import COMPILED, TEMPERATURE, ragged_batch
+from workers.parallel.flops import Flops
 
 KINDS = {f"{kind}{'-tied' * tied}": (kind, tied) for kind in ("qwen2", "qwen3", "llama") for tied in (False, True)}
 LAYOUTS = {"2-1-r1": 2, "1-2-r1": 2, "1-2-r1-compiled": 2, "2-1-r2": 2, "2-2-r1": 4, "4-1-r1": 4}
@@ -82,6 +85,29 @@ def test_layouts_agree(kind, layout, run_probe):
                 continue  # softmax does not see a shift of all keys: this gradient is 0 but for rounding
             difference = (many[tensors][name] - expected).abs().max() / expected.abs().max()
             assert difference <= 1e-5, (tensors, name)
+
+
+@pytest.mark.parametrize("layout", ["1-1-r1", "2-1-r1", "1-2-r1", "2-1-r2", "2-2-r1", "4-1-r1"])
+def test_balance_and_bubble_are_those_of_the_ranks_micro_batches(layout, models, run_probe):
+    flops = Flops.of(transformers.AutoConfig.from_pretrained(models / "policy" / "qwen2"))
+    lengths, parts = lengths_of(ragged_batch()[0]["tokens"]), int(layout[0])
+    balances, bubbles = [], []
+    for groups in torch.randperm(6, generator=torch.Generator().manual_seed(0)).chunk(2):
+        mine = [lengths[4 * group + i] for group in sorted(groups.tolist()) for i in range(4)]
+        shards = [[mine[i] for i in part] for part in balance([flops.cost(n) for n in mine], parts)]
+        passes = max(len(pack(shard, 128)) for shard in shards)
+        work = [
+            [flops.forward([shard[i] for i in rows], sum(shard[i] - 4 for i in rows)) for rows in plan]
+            for shard in shards
+            for plan in [pack(shard, 128, passes, flops.cost)]
+        ]
+        total = sum(map(sum, work)) / parts
+        balances.append(total / max(map(sum, work)))
+        bubbles.append(1 - total / sum(map(max, zip(*work, strict=True))))
+    metrics = run_probe("qwen2", layout, LAYOUTS.get(layout, 1))["metrics"]
+    assert metrics["perf/update_balance"] == pytest.approx(sum(balances) / 2)
+    assert metrics["perf/update_bubble"] == pytest.approx(sum(bubbles) / 2, abs=1e-9)
+    assert (sum(bubbles) > 0) == (parts > 1)
 
 
 @pytest.mark.parametrize("kind", COMPILED)
