@@ -63,6 +63,8 @@ def prove_cuts(config: TrainConfig, device: torch.device, record: Path, console:
         model=dataclasses.replace(config.model, dtype="float32"),
         # Off-policy, so that the ratio counts.
         algorithm=dataclasses.replace(config.algorithm, epochs_per_step=2),
+        # Every cut would be traced anew, and float32 attention breaks a layer in three: only where it is asked for.
+        actor=dataclasses.replace(config.actor, compile=bool(config.actor.compile)),
     )
     table = Table("replicas x shards x slices", "micro-batches", "loss", "gradient norm", "apart", "", box=None)
     first: Update | None = None
@@ -120,6 +122,7 @@ def one_update(
 ) -> Update:
     """One update of the model at its start, on a random ragged batch that depends on the seed alone."""
     gc.collect()  # FSDP's modules refer to each other: the model before would stay beside this one
+    torch._dynamo.reset()  # past a number of traces, torch goes on without compiling
     layout = make_layout(device, replicate, tensor)
     settings = dataclasses.replace(
         config.actor, replicate=replicate, tensor_parallel=tensor, max_tokens_per_microbatch=budget
