@@ -18,7 +18,7 @@ from grpo.packing import pack
 from workers.dispatch import Worker, WorkerGroup, dispatched
 from workers.parallel.flops import Flops, peak_of
 from workers.parallel.lora import LoraConfig
-from workers.parallel.mesh import Layout
+from workers.parallel.mesh import Layout, to_device
 from workers.parallel.policy import ModelConfig, Policy, load_policy, read_config
 
 SCHEDULES = ("constant", "linear", "cosine")
@@ -106,8 +106,8 @@ def microbatches(batch: TensorDict, max_tokens: int, group: WorkerGroup) -> Iter
         # Counted here, on the host: counting on the device would make it wait.
         wanted = mask.nonzero()[:, 0] if rows else mask.new_zeros(0, dtype=torch.int64)
         packed["owner"] = torch.arange(len(used)).repeat_interleave(torch.tensor([lengths[row] for row in used]))
-        fields = {name: field[wanted].to(layout.device) for name, field in packed.items()}
-        tokens, wanted = tokens.to(layout.device), wanted.to(layout.device)
+        fields = {name: to_device(field[wanted], layout.device) for name, field in packed.items()}
+        tokens, wanted = to_device(tokens, layout.device), to_device(wanted, layout.device)
         yield MicroBatch(rows, [lengths[row] for row in used], tokens, wanted, fields, last=number == len(plan))
 
 
@@ -369,14 +369,17 @@ def compute_logprobs(
     policy: Policy, group: WorkerGroup, batch: TensorDict, name: str, max_tokens: int, temperature: float
 ) -> TensorDict:
     """Log-probabilities of the masked tokens of this part's rows under `policy`, as the one field `name` [B, *]."""
-    rows: dict[int, torch.Tensor] = {}
+    seen: list[tuple[MicroBatch, torch.Tensor]] = []
     with torch.no_grad():
         for micro in microbatches(batch, max_tokens, group):
             logprobs, _ = policy(micro.tokens, micro.lengths, micro.wanted, temperature, entropy=False)
-            everywhere = torch.zeros(len(micro.tokens)).index_copy(0, micro.wanted.cpu(), logprobs.cpu())
-            rows.update(zip(micro.rows, everywhere.split(micro.lengths), strict=False))
+            seen.append((micro, logprobs))
     # Without a backward pass parameters would stay gathered, in the compute type, where others read them.
     policy.reshard_all()
+    rows: dict[int, torch.Tensor] = {}
+    for micro, logprobs in seen:  # read at the end: between two passes the device would wait for the host
+        everywhere = torch.zeros(len(micro.tokens)).index_copy(0, micro.wanted.cpu(), logprobs.cpu())
+        rows.update(zip(micro.rows, everywhere.split(micro.lengths), strict=False))
     return make_batch({name: jagged([rows[i] for i in range(len(batch))])})
 
 

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.varlen import varlen_attn
 
+from workers.parallel.mesh import to_device
+
 # torch 2.11 takes fewer KV heads than query heads as they are; later versions want to be told.
 _GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
@@ -41,7 +43,7 @@ class Packing:
         lengths_N = torch.tensor(lengths)
         starts = F.pad(lengths_N.cumsum(0), (1, 0))
         positions = torch.arange(int(starts[-1])) - starts[:-1].repeat_interleave(lengths_N)
-        return cls(lengths, starts.to(device, torch.int32), positions.to(device), max(lengths))
+        return cls(lengths, to_device(starts.int(), device), to_device(positions, device), max(lengths))
 
     @functools.cached_property
     def rectangles(self) -> list[Rectangle]:

@@ -34,6 +34,11 @@ def pick_device(device: str) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A CPU tensor on `device`, in its turn: copied from memory that is not pinned, the host waits for that turn."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
 def join(device: torch.device, timeout_seconds: float) -> None:
     """Join the process group: that of torchrun where its variables are set, else one of this process alone.
 
