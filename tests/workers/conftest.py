@@ -34,7 +34,7 @@ def answers_of(engine: Engine, prompts: list, samples: int, sampling: Sampling) 
     return [answers[index] for index in range(len(prompts))]
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def layout() -> Iterator[Layout]:
     """The layout of this process alone, in the process group that is there or in one of its own."""
     device, joined = pick_device("cpu"), dist.is_initialized()
