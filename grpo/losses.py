@@ -32,11 +32,16 @@ RATIOS = {"token": token_ratio, "sequence": sequence_ratio}
 
 
 def _over_sequence(values_N: torch.Tensor, owner_N: torch.Tensor, mean: bool) -> torch.Tensor:
-    """[N]: at each token the sum, or mean, of its sequence's values. owner_N: [N] int64 numbers the sequences."""
-    _, owner_N = owner_N.unique(return_inverse=True)
-    count_S = torch.bincount(owner_N)
-    sums_S = values_N.new_zeros(len(count_S)).index_add_(0, owner_N, values_N)
-    return (sums_S / count_S if mean else sums_S)[owner_N]
+    """[N]: at each token the sum, or mean, of its sequence's values.
+
+    owner_N: [N] int64, another number where another sequence begins; the tokens of one stand side by side.
+    """
+    begins_N = torch.cat([torch.zeros_like(owner_N[:1]), (owner_N[1:] != owner_N[:-1]).long()])
+    place_N = begins_N.cumsum(0)
+    # N places are enough for as many sequences; to count them would make the host wait for the device.
+    sums = torch.zeros_like(values_N).index_add_(0, place_N, values_N)
+    counts = torch.zeros_like(values_N).index_add_(0, place_N, torch.ones_like(values_N))
+    return (sums / counts if mean else sums)[place_N]
 
 
 # clips: what is to be raised, from ratio, log-probability and advantage
@@ -122,10 +127,10 @@ def policy_loss(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """loss = sum_t weight_t [ -w_t objective_t + kl_coefficient kl_t - entropy_coefficient H_t ]
 
-    `fields`, each [N]: advantages and weights float32, owner int64 (which sequence a token is of), rollout_logprobs
-    where there is a correction, and where there are any old_logprobs and ref_logprobs, float32. Without old ones the
-    samples are on-policy: the ratio is 1 in value and carries the gradient all the same. Where
-    `config.sees_whole_responses`, the N tokens are those of whole responses; otherwise any tokens will do.
+    `fields`, each [N]: advantages and weights float32, owner int64 (which sequence a token is of; those of one stand
+    side by side), rollout_logprobs where there is a correction, and where there are any old_logprobs and ref_logprobs,
+    float32. Without old ones the samples are on-policy: the ratio is 1 in value and carries the gradient all the same.
+    Where `config.sees_whole_responses`, the N tokens are those of whole responses; otherwise any tokens will do.
 
     Returns the sum and a dict of detached sums over tokens (for names that end in max, a maximum).
     """

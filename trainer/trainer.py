@@ -109,9 +109,10 @@ class Trainer:
     def _plan_memory(self, total: int) -> None:
         """Show what a GPU of `total` bytes will be asked for, and what would help where that is too much."""
         job = job_of(self.config, dist.get_world_size(), self.device, total)
-        self.plan = predict(job)
+        weights = job.weights()
+        self.plan = predict(job, weights)
         self.tracker.say(plan_table(self.plan, total))
-        for sentence in advice(job):
+        for sentence in advice(job, weights):
             self.tracker.say(sentence)
 
     @contextmanager

@@ -254,9 +254,12 @@ def most_memory_fraction(job: Job, weights: Weights) -> float | None:
     return None
 
 
-def advice(job: Job) -> list[str]:
-    """A sentence for each phase that does not fit, with what would help; else one of how far two settings could go."""
-    weights = job.weights()
+def advice(job: Job, weights: Weights | None = None) -> list[str]:
+    """A sentence for each phase that does not fit, with what would help; else one of how far two settings could go.
+
+    weights: those of the job, where they are at hand.
+    """
+    weights = weights or job.weights()
     limits = {}
     if tokens := most_tokens(job, weights):
         limits[f"actor.max_tokens_per_microbatch={tokens}"] = job.with_settings(
