@@ -33,9 +33,16 @@ def groups_with_signal(rewards_B: torch.Tensor, group_B: torch.Tensor) -> torch.
     return highest_G > lowest_G
 
 
-def _group_means(values_B: torch.Tensor, group_B: torch.Tensor) -> torch.Tensor:
-    count_G = torch.bincount(group_B)
-    return values_B.new_zeros(len(count_G)).index_add_(0, group_B, values_B) / count_G
+def _sums(values: torch.Tensor, owner: torch.Tensor, count: int) -> torch.Tensor:
+    """[count]: the sum of the values of each owner, 0 to count - 1."""
+    return values.new_zeros(count).index_add_(0, owner, values)
+
+
+def _centred(returns: Returns) -> torch.Tensor:
+    """[B]: each response's return less the mean of its group."""
+    count_G = torch.bincount(returns.group_B)
+    means_G = _sums(returns.whole_B, returns.group_B, len(count_G)) / count_G
+    return returns.whole_B - means_G[returns.group_B]
 
 
 # baselines: [N], what a token is worth
@@ -46,9 +53,8 @@ def group_mean(returns: Returns) -> torch.Tensor:
 
     Exactly 0 in a group whose rewards are all equal.
     """
-    centred_B = returns.whole_B - _group_means(returns.whole_B, returns.group_B)[returns.group_B]
     signal_B = groups_with_signal(returns.whole_B, returns.group_B)[returns.group_B]
-    return centred_B.where(signal_B, 0.0)[returns.owner_N]
+    return _centred(returns).where(signal_B, 0.0)[returns.owner_N]
 
 
 def leave_one_out(returns: Returns) -> torch.Tensor:
@@ -76,9 +82,8 @@ def group_std(returns: Returns, worth_N: torch.Tensor) -> torch.Tensor:
 
     That of a sample (n - 1).
     """
-    centred_B = returns.whole_B - _group_means(returns.whole_B, returns.group_B)[returns.group_B]
     count_G = torch.bincount(returns.group_B)
-    squares_G = centred_B.new_zeros(len(count_G)).index_add_(0, returns.group_B, centred_B**2)
+    squares_G = _sums(_centred(returns) ** 2, returns.group_B, len(count_G))
     deviation_G = (squares_G / (count_G - 1).clamp(min=1)).sqrt()
     return deviation_G[returns.group_B][returns.owner_N] + 1e-6
 
@@ -134,6 +139,11 @@ def owners(mask: torch.Tensor) -> torch.Tensor:
     return torch.arange(len(lengths)).repeat_interleave(lengths)[mask.values()]
 
 
+def _at_responses(mask: torch.Tensor, values_N: torch.Tensor) -> torch.Tensor:
+    """[B, *] float32: the values at the response tokens of response_mask [B, *], 0 elsewhere."""
+    return with_values(mask, torch.zeros(len(mask.values())).masked_scatter_(mask.values(), values_N.float()))
+
+
 def compute_advantages(batch: TensorDict | None, config: AlgorithmConfig) -> TensorDict | None:
     """Add the field `advantages` [B, *] float32: what each response token is worth by `config`, 0 elsewhere.
 
@@ -144,24 +154,21 @@ def compute_advantages(batch: TensorDict | None, config: AlgorithmConfig) -> Ten
     if batch is None:
         return None
     mask = batch["response_mask"]
-    picked, owner_N = mask.values(), owners(mask)
+    owner_N = owners(mask)
     _, group_B = batch["group"].unique(return_inverse=True)
     whole_B = batch["rewards"].double()
     to_go_N = whole_B[owner_N]
     if config.kl_in_reward:
-        old_N, ref_N = (batch[name].values()[picked].double() for name in ("old_logprobs", "ref_logprobs"))
+        old_N, ref_N = (batch[name].values()[mask.values()].double() for name in ("old_logprobs", "ref_logprobs"))
         kl_N = config.kl_coefficient * ESTIMATORS[config.kl_estimator](old_N - ref_N)
-        total_B = torch.zeros_like(whole_B).index_add_(0, owner_N, kl_N)
-        sums_N = kl_N.cumsum(0)
-        first_B = torch.zeros_like(whole_B).index_add_(0, owner_N, torch.ones_like(kl_N)).cumsum(0).long()
-        before_B = torch.cat([sums_N.new_zeros(1), sums_N])[torch.cat([first_B.new_zeros(1), first_B[:-1]])]
-        to_go_N = to_go_N - (total_B[owner_N] - (sums_N - kl_N - before_B[owner_N]))
+        total_B = _sums(kl_N, owner_N, len(whole_B))
+        # What has come by the end of a token's response, less what had come before the token.
+        to_go_N = to_go_N - (total_B.cumsum(0)[owner_N] - (kl_N.cumsum(0) - kl_N))
         whole_B = whole_B - total_B
     returns = Returns(to_go_N, whole_B, owner_N, group_B)
     worth_N = BASELINES[config.baseline](returns)
     worth_N = worth_N / SCALES[config.scale](returns, worth_N)
-    values = torch.zeros(len(picked)).masked_scatter_(picked, worth_N.float())
-    batch["advantages"] = with_values(mask, values)
+    batch["advantages"] = _at_responses(mask, worth_N)
     return batch
 
 
@@ -181,8 +188,7 @@ def weigh_tokens(minibatch: TensorDict | None, config: AlgorithmConfig) -> Tenso
         _, group_B = minibatch["group"].unique(return_inverse=True)
         lengths_B[~groups_with_signal(minibatch["rewards"], group_B)[group_B]] = 0
     weights_B = AGGREGATES[config.aggregate](lengths_B, config).where(lengths_B > 0, 0.0)
-    values = torch.zeros(len(mask.values())).masked_scatter_(mask.values(), weights_B[owner_N].float())
-    minibatch["weights"] = with_values(mask, values)
+    minibatch["weights"] = _at_responses(mask, weights_B[owner_N])
     return minibatch
 
 

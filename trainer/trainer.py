@@ -18,7 +18,7 @@ import transformers
 from tensordict import TensorDict
 
 import rewards
-from grpo.advantages import compute_advantages, groups_with_signal, overlong_penalty
+from grpo.advantages import compute_advantages, groups_with_signal, overlong_penalty, owners
 from grpo.batch import concatenate, examples_of, jagged, lengths_of, make_batch, select
 from grpo.config import ConfigError, to_yaml
 from grpo.data import Prompt, Prompts, PromptStream, load_prompts
@@ -198,8 +198,7 @@ class Trainer:
         """How many further prompts to sample, the same on every rank: as many as should give what is missing."""
         count = torch.zeros((), dtype=torch.int64)
         if self.controls:
-            batch = join_rounds(rounds)
-            signal = groups_with_signal(batch["rewards"], batch["group"])
+            signal = torch.cat([groups_with_signal(batch["rewards"], batch["group"]) for batch in rounds])
             wanted, found = self.config.algorithm.prompts_per_step, int(signal.sum())
             if found < wanted:
                 likely = math.ceil((wanted - found) * len(signal) / max(found, 1))
@@ -321,7 +320,7 @@ def keep_groups(batch: TensorDict, count: int) -> TensorDict:
 
 def response_lengths(batch: TensorDict) -> torch.Tensor:
     """[B] float32: how many tokens of each sample the policy sampled."""
-    return torch.tensor([int(mask.sum()) for mask in batch["response_mask"].unbind()], dtype=torch.float32)
+    return torch.bincount(owners(batch["response_mask"]), minlength=len(batch)).float()
 
 
 def batch_metrics(batch: TensorDict) -> dict[str, float]:

@@ -256,8 +256,7 @@ def collect(out: Path) -> dict[str, Any]:
     gradient = json.loads((out / "gradient.json").read_text())
     for size in gradient["sizes"]:
         norms = size.pop("norms")
-        size["norm_mean"] = _mean(norms)
-        size["norm_std"] = math.sqrt(sum((norm - size["norm_mean"]) ** 2 for norm in norms) / (len(norms) - 1))
+        size |= {"norm_mean": _mean(norms), "norm_std": statistics.stdev(norms)}
     return {"gradient": gradient, "runs": runs}
 
 
@@ -521,7 +520,7 @@ def _norms(run: Mapping[str, Mapping]) -> tuple[float, float]:
     for seed in run.values():
         values = seed["norm"]["values"]
         means.append(_mean(values))
-        deviations.append(math.sqrt(_mean((value - means[-1]) ** 2 for value in values)))
+        deviations.append(statistics.pstdev(values))
     return _mean(means), _mean(deviations)
 
 

@@ -11,16 +11,6 @@ from grpo.config import ConfigError, load, to_yaml
 from trainer.config import TrainConfig
 
 
-@pytest.fixture
-def yaml(tmp_path):
-    def write(text):
-        path = tmp_path / "settings.yaml"
-        path.write_text(text)
-        return path
-
-    return write
-
-
 def algorithm(*overrides, path=None):
     return load(TrainConfig, path, [f"algorithm.{override}" for override in overrides]).algorithm
 

@@ -26,16 +26,6 @@ class Settings:
     warmup: Optimizer = option(Optimizer, "How to start.")
 
 
-@pytest.fixture
-def yaml(tmp_path):
-    def write(text):
-        path = tmp_path / "settings.yaml"
-        path.write_text(text)
-        return path
-
-    return write
-
-
 def refusal(path=None, overrides=()):
     """The one-sentence error that these settings are refused with."""
     with pytest.raises(ConfigError) as error:
