@@ -200,7 +200,10 @@ def prove_stillness(config: TrainConfig, device: torch.device, run_folder: Path,
     named = list(trainer.actor.policy.named_parameters())
     before = [_fingerprint(parameter) for _, parameter in named]
     trainer.run()
-    moved = [name for (name, p), old in zip(named, before, strict=True) if not torch.equal(_fingerprint(p), old)]
+    mine = [name for (name, p), old in zip(named, before, strict=True) if not torch.equal(_fingerprint(p), old)]
+    everyones = [mine] * dist.get_world_size()
+    dist.all_gather_object(everyones, mine)
+    moved = list(dict.fromkeys(name for names in everyones for name in names))
     if dist.get_rank() != 0:
         return True
     rows = read_metrics(run_folder)

@@ -261,3 +261,25 @@ def test_a_run_that_moves_is_found(start, monkeypatch, capsys):
     assert re.search(r"weights that moved +\d+ +0 +too far", said)
     assert "These moved: causal_lm.model.embed_tokens.weight" in said
     assert re.search(r"KL to the reference +.*too far", said)
+
+
+def test_what_moves_on_one_rank_alone_is_found(settings, tmp_path):
+    script = tmp_path / "moving.py"
+    script.write_text(
+        "import torch.distributed as dist\n"
+        "import workers.actor\n"
+        "from trainer.__main__ import main\n"
+        "workers.actor.learning_rate = lambda config, *_: config.learning_rate or 1e-3 * dist.get_rank()\n"
+        "main()\n"
+    )
+    given = [*settings["train"], f"tracking.folder={tmp_path}", "tracking.name=run"]
+    ran = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", script, "prove", *given],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "120", "PYTHONPATH": str(DOCS.parent)},
+        cwd=DOCS.parent,
+    )
+    assert ran.returncode != 0
+    assert re.search(r"weights that moved +\d+ +0 +too far", ran.stdout), ran.stdout + ran.stderr
