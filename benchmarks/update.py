@@ -6,19 +6,20 @@
     torchrun --nproc-per-node 4 -m benchmarks.update samples=512 length=600 spread=0.8
 
 Settings, as key=value: shape, tokens (for each data-parallel part), length of each sequence, samples (in all, instead
-of tokens), spread (sigma of log-normal lengths with that mean, cut at 4096; 0 for equal ones), prompt (tokens of each
-that are not learned from), rounds, trace (a file for torch's profile of one update), folder, and the actor's own as
-actor.*.
+of tokens), spread (sigma of log-normal lengths with that mean, cut at 4096, in turns with equal ones), prompt (tokens
+of each that are not learned from), attention (auto, torch or flash4), rounds, trace (a file for torch's profile of one
+update), folder, and the actor's own as actor.*.
 """
 
 import statistics
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from tensordict import TensorDict
 
 from benchmarks import shapes
 from benchmarks.shapes import SHAPES, make
@@ -41,6 +42,7 @@ class Settings(shapes.Settings):
     samples: int = option(0, "")
     spread: float = option(0.0, "")
     prompt: int = option(1, "")
+    attention: str = option("auto", "")
     rounds: int = option(5, "")
     trace: str = option("", "")
     actor: ActorConfig = option(ActorConfig, "")
@@ -50,59 +52,19 @@ def main() -> None:
     settings = load(Settings, None, sys.argv[1:])
     device = pick_device(settings.device)
     join(device, 300.0)
-    model = ModelConfig(path=make(settings.shape, Path(settings.folder), device))
+    model = ModelConfig(path=make(settings.shape, Path(settings.folder), device), attention=settings.attention)
     layout = make_layout(device, settings.actor.replicate, settings.actor.tensor_parallel)
     actor = ActorWorker(model, settings.actor, AlgorithmConfig(), layout, 1.0, 10)
-    random = torch.Generator().manual_seed(0)
     count = settings.samples or settings.tokens // settings.length * layout.parts
-    # The mean of a log-normal lies above its median.
-    normal = torch.randn(count, generator=random) * settings.spread - settings.spread**2 / 2
-    lengths = (
-        (settings.length * normal.exp()).clamp(settings.prompt + 1, 4096 if settings.spread else None).int().tolist()
-    )
-    batch = None
-    if dist.get_rank() == 0:
-        tokens = [torch.randint(2, SHAPES[settings.shape][5], (n,), generator=random) for n in lengths]
-        fields = {
-            "tokens": jagged(tokens),
-            "response_mask": jagged([torch.arange(n) >= settings.prompt for n in lengths]),
-        }
-        for name in ("advantages", "rollout_logprobs"):
-            fields[name] = jagged([torch.randn(n, generator=random) for n in lengths])
-        batch = weigh_tokens(make_batch(fields), AlgorithmConfig())
-    seconds = []
+    works = [Work.of(settings, count, spread) for spread in dict.fromkeys((0.0, settings.spread))]
     for round_ in range(settings.rounds + 2):
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-        dist.barrier()
-        begun = time.perf_counter()
-        if settings.trace and round_ == settings.rounds + 1 and dist.get_rank() == 0:
-            with torch.profiler.profile() as profile:
-                actor.update_minibatch(batch)
-            profile.export_chrome_trace(settings.trace)
-            print(profile.key_averages().table(sort_by="self_cuda_time_total", row_limit=25, max_name_column_width=90))
-        else:
-            metrics = actor.update_minibatch(batch)
-            seconds.append(time.perf_counter() - begun)
+        for work in works:
+            work.run(actor, settings.trace if work is works[-1] and round_ == settings.rounds + 1 else "")
     if dist.get_rank() == 0:
-        median = statistics.median(seconds[2:])
-        predicted = sum(lengths) - settings.prompt * count
-        flops = 3 * Flops.of(read_config(model)).forward(lengths, predicted) / dist.get_world_size()
-        rate = sum(lengths) / dist.get_world_size() / median
-        line = f"update: {median:.4f} s ({min(seconds[2:]):.4f} to {max(seconds[2:]):.4f}), first {seconds[0]:.1f} s; "
-        line += f"{rate:,.0f} tokens/s a device, {flops / median / 1e12:.0f} TFLOP/s a device"
-        if device.type == "cuda":
-            peak = peak_of(torch.cuda.get_device_name())
-            line += f", MFU {flops / median / peak:.1%}" if peak else ""
-            line += f"; peak memory {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB"
-        print(line)
-        print(
-            ", ".join(
-                f"{name} {metrics[name]:.3f}"
-                for name in ("perf/update_balance", "perf/update_bubble", "perf/packing")
-                if name in metrics
-            )
-        )
+        flops = Flops.of(read_config(model))
+        rates = [work.report(flops, settings.prompt, device) for work in works]
+        if len(works) > 1:
+            print(f"{rates[1] / rates[0]:.1%} of the tokens a second of equal lengths")
         job = Job(
             read_config(model),
             compute_dtype(model, device),
@@ -112,11 +74,76 @@ def main() -> None:
             shards=layout.shards,
             total=0,
             samples=count // layout.parts,
-            longest=max(lengths),
+            longest=max(max(work.lengths) for work in works),
             rows=0,
         )
         print(f"predicted peak memory: {gib(sum(predict(job)['update'].values()))}")
     dist.destroy_process_group()
+
+
+@dataclass
+class Work:
+    """The samples of an update, and what was measured of it."""
+
+    name: str
+    lengths: list[int]
+    batch: TensorDict | None  # on the controller
+    seconds: list[float] = field(default_factory=list)
+    metrics: dict[str, float] = field(default_factory=dict)
+    peak: int = 0  # bytes
+
+    @classmethod
+    def of(cls, settings: Settings, count: int, spread: float) -> "Work":
+        random = torch.Generator().manual_seed(0)
+        # The mean of a log-normal lies above its median.
+        normal = torch.randn(count, generator=random) * spread - spread**2 / 2
+        most = 4096 if spread else None
+        lengths = (settings.length * normal.exp()).clamp(settings.prompt + 1, most).int().tolist()
+        batch = None
+        if dist.get_rank() == 0:
+            tokens = [torch.randint(2, SHAPES[settings.shape][5], (n,), generator=random) for n in lengths]
+            mask = [torch.arange(n) >= settings.prompt for n in lengths]
+            fields = {"tokens": jagged(tokens), "response_mask": jagged(mask)}
+            for name in ("advantages", "rollout_logprobs"):
+                fields[name] = jagged([torch.randn(n, generator=random) for n in lengths])
+            batch = weigh_tokens(make_batch(fields), AlgorithmConfig())
+        return cls("log-normal lengths" if spread else "equal lengths", lengths, batch)
+
+    def run(self, actor: ActorWorker, trace: str) -> None:
+        """One update; profiled into the file `trace`, and then not measured, where that is named."""
+        on_cuda = actor.layout.device.type == "cuda"
+        if on_cuda:
+            torch.cuda.reset_peak_memory_stats()
+        dist.barrier()
+        begun = time.perf_counter()
+        if trace and dist.get_rank() == 0:
+            with torch.profiler.profile() as profile:
+                actor.update_minibatch(self.batch)
+            profile.export_chrome_trace(trace)
+            print(profile.key_averages().table(sort_by="self_cuda_time_total", row_limit=25, max_name_column_width=90))
+            return
+        self.metrics = actor.update_minibatch(self.batch)
+        self.seconds.append(time.perf_counter() - begun)
+        if on_cuda:
+            self.peak = torch.cuda.max_memory_allocated()
+
+    def report(self, flops: Flops, prompt: int, device: torch.device) -> float:
+        """Print what was measured after the first two rounds; returns the tokens per second of a device."""
+        seconds = statistics.median(self.seconds[2:])
+        world, tokens = dist.get_world_size(), sum(self.lengths)
+        speed = 3 * float(flops.forward(self.lengths, tokens - prompt * len(self.lengths))) / world / seconds
+        rate = tokens / world / seconds
+        line = f"{self.name}: {seconds:.4f} s ({min(self.seconds[2:]):.4f} to {max(self.seconds[2:]):.4f}), "
+        line += f"first {self.seconds[0]:.1f} s; {rate:,.0f} tokens/s and {speed / 1e12:.0f} TFLOP/s a device"
+        if device.type == "cuda":
+            peak = peak_of(torch.cuda.get_device_name())
+            line += f", MFU {speed / peak:.1%}" if peak else ""
+            line += f"; peak memory {gib(self.peak)}"
+        for name in ("perf/update_balance", "perf/update_bubble", "perf/packing"):
+            if name in self.metrics:
+                line += f"; {name} {self.metrics[name]:.3f}"
+        print(line)
+        return rate
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from trainer.tracking import Stopwatch, Tracker
 from workers.actor import ActorWorker
 from workers.dispatch import on_controller
 from workers.parallel.mesh import make_layout
-from workers.parallel.policy import ModelConfig, read_config, read_tokenizer
+from workers.parallel.policy import ModelConfig, read_config, read_tokenizer, why_not_flash4
 from workers.plan import Parts, Peaks, advice, predict
 from workers.ref import RefWorker
 from workers.rollout import RolloutWorker, make_engine
@@ -111,6 +111,8 @@ class Trainer:
         job = job_of(self.config, dist.get_world_size(), self.device, total)
         weights = job.weights()
         self.plan = predict(job, weights)
+        reason = why_not_flash4(self.config.model, job.model, self.device)
+        self.tracker.say(f"Attention: {f'torch, because {reason}' if reason else 'FlashAttention 4'}.")
         self.tracker.say(plan_table(self.plan, total))
         for sentence in advice(job, weights):
             self.tracker.say(sentence)

@@ -39,7 +39,7 @@ class ActorConfig:
     final_learning_rate: float = option(0.0, "Where the linear and cosine schedules end, as a share of the highest.")
     max_grad_norm: float = option(1.0, "Longest gradient; a longer one is scaled down to it.")
     compile: bool | None = option(
-        None, "Compile each layer and the head with torch.compile; where it is not said, on CUDA alone."
+        None, "Compile each layer with torch.compile and the head with Triton; where it is not said, on CUDA alone."
     )
     recompute: str = option(
         "none",
@@ -98,7 +98,8 @@ def microbatches(batch: TensorDict, max_tokens: int, group: WorkerGroup) -> Iter
     dist.all_reduce(count, op=dist.ReduceOp.MAX, group=layout.data_group)
     if count > len(plan):
         plan = pack(lengths, max_tokens, at_least=int(count), cost=group.cost)
-    columns = {name: field.unbind() for name, field in batch.items() if field.is_nested}
+    # Not unbind, which for nested tensors is Python, row by row.
+    columns = {name: field.values().split(lengths) for name, field in batch.items() if field.is_nested}
     for number, rows in enumerate(plan, 1):
         used = rows or [0]
         packed = {name: torch.cat([column[row] for row in used]) for name, column in columns.items()}
@@ -298,8 +299,7 @@ class ActorWorker(Worker):
         # Each is put together while the device works on the one before.
         for micro in microbatches(batch, self.config.max_tokens_per_microbatch, self.group):
             micros.append(micro)
-            self.policy.set_requires_gradient_sync(micro.last)
-            self.policy.set_reshard_after_backward(micro.last or self.config.reshard)
+            self.policy.expect_backward(reduce=micro.last, reshard=micro.last or self.config.reshard)
 
             def part(logprobs: torch.Tensor, entropy: torch.Tensor, here: slice, micro: MicroBatch = micro):
                 total, parts = loss(logprobs, entropy, {name: field[here] for name, field in micro.fields.items()})
@@ -320,12 +320,17 @@ class ActorWorker(Worker):
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.updates += 1
-        metrics = self._reduce(sums, float(tokens))
+        work, metrics = self._work(micros)  # while the device finishes: what follows waits for it
+        metrics |= self._reduce(sums, float(tokens))
         metrics |= {"grad_norm": float(norm), "learning_rate": rate, "tokens/response": float(tokens)}
-        return metrics | self._speed(micros, time.perf_counter() - begun)
+        speed = work / (time.perf_counter() - begun) / dist.get_world_size()
+        metrics["perf/update_tflops_per_device"] = speed / 1e12
+        if self.peak:
+            metrics["perf/update_mfu"] = speed / self.peak
+        return metrics
 
-    def _speed(self, micros: list[MicroBatch], seconds: float) -> dict[str, float]:
-        """How evenly and how fast the work of an update was done (docs/performance.md has the formulas)."""
+    def _work(self, micros: list[MicroBatch]) -> tuple[float, dict[str, float]]:
+        """The operations of an update on all ranks, and how evenly they lie (docs/performance.md has the formulas)."""
         # Backward costs twice the forward pass: the gradients to what comes in, and (but for adapters) to the weights.
         passes = 2 if self.config.lora.rank else 3
         each = [
@@ -339,28 +344,24 @@ class ActorWorker(Worker):
         dist.all_reduce(sums, group=self.layout.data_group)
         work, full, count = sums.tolist()
         metrics = {
-            "perf/update_tflops_per_device": work / seconds / dist.get_world_size() / 1e12,
             "perf/update_balance": work / self.layout.parts / float(most[0]),
             # Ranks meet in every layer, so each micro-batch lasts as long as its largest.
             "perf/update_bubble": 1 - work / self.layout.parts / float(most[1:].sum()),
         }
         if count:
             metrics["perf/packing"] = full / count / self.config.max_tokens_per_microbatch
-        if self.peak:
-            metrics["perf/update_mfu"] = metrics["perf/update_tflops_per_device"] * 1e12 / self.peak
-        return metrics
+        return work, metrics
 
     def _reduce(self, sums: dict[str, torch.Tensor], tokens: float) -> dict[str, float]:
-        metrics = {}
-        for names, op in (
-            ([n for n in sums if not n.endswith("max")], dist.ReduceOp.SUM),
-            ([n for n in sums if n.endswith("max")], dist.ReduceOp.MAX),
-        ):
+        values = {}
+        for op, over in ((dist.ReduceOp.SUM, tokens), (dist.ReduceOp.MAX, 1.0)):
+            names = [name for name in sums if name.endswith("max") == (op == dist.ReduceOp.MAX)]
             if names:
-                values = torch.stack([sums[name].double() for name in names])
-                dist.all_reduce(values, op=op, group=self.layout.data_group)
-                divisor = tokens if op == dist.ReduceOp.SUM else 1.0
-                metrics |= dict(zip(names, (values / divisor).tolist(), strict=True))
+                reduced = torch.stack([sums[name].double() for name in names])
+                dist.all_reduce(reduced, op=op, group=self.layout.data_group)
+                values |= dict(zip(names, reduced / over, strict=True))
+        # Read at once, and last: to read them makes the host wait for the device.
+        metrics = dict(zip(values, torch.stack(list(values.values())).tolist(), strict=True))
         metrics["loss"] *= tokens  # its weights are its denominator
         return metrics
 

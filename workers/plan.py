@@ -79,7 +79,7 @@ class Job:
     compute: torch.dtype
     actor: ActorConfig
     rollout: RolloutConfig
-    fuse: bool  # layers and head are compiled
+    fuse: bool  # layers are compiled
     shards: int
     total: int  # bytes of the device
     samples: int  # of an update, on one data-parallel part

@@ -13,6 +13,9 @@ from grpo.algorithm import AlgorithmConfig
 from grpo.batch import jagged, make_batch
 from workers.actor import ActorConfig, ActorWorker
 from workers.engines.torch_engine import TorchEngine
+from workers.parallel import logprobs as logprobs_module
+from workers.parallel.attention import Packing, packed_attention
+from workers.parallel.flash4 import why_not
 from workers.parallel.logprobs import Head, head_logprobs, head_loss
 from workers.parallel.mesh import join, make_layout, pick_device
 from workers.parallel.policy import ModelConfig, load_policy
@@ -69,10 +72,38 @@ def test_float32_on_the_gpu_equals_the_cpu(kind, models, layouts):
         torch.testing.assert_close(ours, reference, rtol=1e-4, atol=1e-4)
 
 
+@pytest.fixture(params=["torch", "flash4"])
+def attention(request):
+    """A choice of model.attention."""
+    if request.param == "flash4" and (reason := why_not(torch.device("cuda", 0))):
+        pytest.skip(f"no FlashAttention 4: {reason}")
+    return request.param
+
+
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("lengths", [[5, 300, 1, 77, 128, 31], [1, 1, 2], [1024] * 3, [2000]])
+def test_attention_and_its_gradients_are_as_near_to_float64_as_bfloat16_is(attention, width, lengths):
+    random = torch.Generator().manual_seed(width)
+    heads = [torch.randn(sum(lengths), n, width, generator=random).bfloat16() for n in (6, 2, 2)]
+    direction = torch.randn(sum(lengths), 6, width, generator=random).bfloat16()
+    results = []
+    for device, dtype in (("cuda", torch.bfloat16), ("cpu", torch.float64)):
+        inputs = [x.to(device, dtype).requires_grad_() for x in heads]
+        packing = Packing.of(lengths, torch.device(device))
+        out = packed_attention(*inputs, width**-0.5, packing, by_flash4=attention == "flash4")
+        grads = torch.autograd.grad(out, inputs, direction.to(device, dtype))
+        results.append([x.detach().double().cpu() for x in (out, *grads)])
+    for ours, expected in zip(*results, strict=True):
+        assert (ours - expected).norm() <= 1e-2 * expected.norm() + 1e-6
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_varlen_bfloat16_is_as_near_to_float32_as_transformers_is_and_respects_borders(kind, models, layouts):
+def test_varlen_bfloat16_is_as_near_to_float32_as_transformers_is_and_respects_borders(
+    kind, attention, models, layouts
+):
     tokens, lengths, mask = sequences()
-    policy = load_policy(ModelConfig(path=str(models / kind), dtype="bfloat16"), layouts["cuda"], trains=False)
+    config = ModelConfig(path=str(models / kind), dtype="bfloat16", attention=attention)
+    policy = load_policy(config, layouts["cuda"], trains=False)
     half, _ = logprobs(policy, "cuda", tokens, lengths, mask)
     one_by_one = {}
     for dtype in (torch.bfloat16, torch.float32):
@@ -139,8 +170,8 @@ def batch_of(count: int, seed: int):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_compiled_or_recomputed_an_update_is_the_same(kind, models, layouts):
-    norms, model = [], ModelConfig(path=str(models / kind), dtype="bfloat16")
+def test_compiled_or_recomputed_an_update_is_the_same(kind, attention, models, layouts):
+    norms, model = [], ModelConfig(path=str(models / kind), dtype="bfloat16", attention=attention)
     for settings in ({"compile": False}, {}, {"recompute": "full"}, {"recompute": "selective", "reshard": False}):
         config = ActorConfig(learning_rate=1e-3, max_tokens_per_microbatch=1024, **settings)
         actor = ActorWorker(model, config, AlgorithmConfig(), layouts["cuda"], 1.0, 10)
@@ -150,9 +181,9 @@ def test_compiled_or_recomputed_an_update_is_the_same(kind, models, layouts):
         assert other == pytest.approx(norms[0], rel=0.02)
 
 
-def test_compiled_layers_are_not_compiled_again_for_other_lengths(models, layouts):
+def test_compiled_layers_are_not_compiled_again_for_other_lengths(attention, models, layouts):
     config = ActorConfig(max_tokens_per_microbatch=1024)
-    model = ModelConfig(path=str(models / "qwen3"), dtype="bfloat16")
+    model = ModelConfig(path=str(models / "qwen3"), dtype="bfloat16", attention=attention)
     actor = ActorWorker(model, config, AlgorithmConfig(), layouts["cuda"], 1.0, 10)
     for seed in range(2):
         actor.update(batch_of(12 + seed, seed))
@@ -162,8 +193,9 @@ def test_compiled_layers_are_not_compiled_again_for_other_lengths(models, layout
 
 
 def test_what_is_offloaded_comes_back_while_the_device_computes(models, layouts):
-    model, layout = ModelConfig(path=str(models / "qwen2"), dtype="bfloat16"), layouts["cuda"]
-    ends = []
+    # Torch's attention: its gradients to keys are the same each time, which FlashAttention 4 adds up in any order.
+    model = ModelConfig(path=str(models / "qwen2"), dtype="bfloat16", attention="torch")
+    layout, ends = layouts["cuda"], []
     for offload in ([], ["optimizer", "parameters"]):
         actor = ActorWorker(model, ActorConfig(learning_rate=1e-3, offload=offload), AlgorithmConfig(), layout, 1.0, 10)
         for seed in range(3):
@@ -175,6 +207,25 @@ def test_what_is_offloaded_comes_back_while_the_device_computes(models, layouts)
             actor.update(batch_of(8, seed))
         ends.append(torch.cat([p.detach().full_tensor().flatten() for p in actor.parameters]))
     torch.testing.assert_close(ends[1], ends[0], rtol=0, atol=2e-4)
+
+
+@pytest.mark.parametrize(("count", "vocabulary"), [(5, 130), (3, 9001), (257, 4096), (2, 151936)])
+@pytest.mark.parametrize("entropy", [True, False])
+def test_the_kernels_of_the_head_compute_what_its_functions_do(count, vocabulary, entropy):
+    from workers.parallel import head_kernels
+
+    random = torch.Generator().manual_seed(count)
+    logits = 5 * torch.randn(count, vocabulary, generator=random)
+    targets = torch.randint(vocabulary, (count,), generator=random)
+    targets[1] = -1  # of another slice of the vocabulary
+    sums = logprobs_module._summarize(logits, targets, 1.25, entropy)
+    found = head_kernels.summarize(logits.cuda(), targets.cuda(), 1.25, entropy)
+    torch.testing.assert_close(found.cpu(), sums, rtol=1e-4, atol=1e-5)
+    per_token = torch.stack([sums[0] + sums[1].log(), *torch.randn(3, count, generator=random)])
+    slope, found = logits.clone(), logits.cuda()
+    logprobs_module._to_slope(slope, targets, per_token, 1.25, entropy)
+    head_kernels.to_slope(found, targets.cuda(), per_token.cuda(), 1.25, entropy)
+    torch.testing.assert_close(found.cpu(), slope, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("inside", [True, False])

@@ -1,18 +1,21 @@
 """Attention over packed sequences: T tokens of many sequences side by side, none seeing another.
 
 `packed_class` gives Hugging Face's self-attention another forward method, so that its models run unpadded. On CUDA in
-half precision it is torch's own varlen flash attention; elsewhere (CPU, or float32) the heads are padded to rectangles
-for torch's SDPA inside the attention call alone, where right-padded causal rows need no mask.
+half precision it is torch's own varlen flash attention, or FlashAttention 4 (flash4.py); elsewhere (CPU, or float32)
+the heads are padded to rectangles for torch's SDPA inside the attention call alone, where right-padded causal rows need
+no mask.
 """
 
 import functools
 import inspect
+import itertools
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention.varlen import varlen_attn
 
+from workers.parallel.flash4 import flash4
 from workers.parallel.mesh import to_device
 
 # torch 2.11 takes fewer KV heads than query heads as they are; later versions want to be told.
@@ -40,10 +43,11 @@ class Packing:
 
     @classmethod
     def of(cls, lengths: list[int], device: torch.device) -> "Packing":
-        lengths_N = torch.tensor(lengths)
-        starts = F.pad(lengths_N.cumsum(0), (1, 0))
-        positions = torch.arange(int(starts[-1])) - starts[:-1].repeat_interleave(lengths_N)
-        return cls(lengths, to_device(starts.int(), device), to_device(positions, device), max(lengths))
+        ends = torch.tensor(list(itertools.accumulate(lengths, initial=0)))
+        starts = to_device(ends, device)
+        total = sum(lengths)  # told to repeat_interleave, which would make the host wait for the device to count
+        before = starts[:-1].repeat_interleave(starts.diff(), output_size=total)
+        return cls(lengths, starts.int(), torch.arange(total, device=device) - before, max(lengths))
 
     @functools.cached_property
     def rectangles(self) -> list[Rectangle]:
@@ -65,9 +69,9 @@ class Packing:
 
 
 @functools.cache
-def packed_class(attention: type[torch.nn.Module]) -> type[torch.nn.Module]:
+def packed_class(attention: type[torch.nn.Module], flash4: bool) -> type[torch.nn.Module]:
     """A class of Hugging Face's self-attention of Qwen2, Qwen3 or Llama that takes packed hidden states."""
-    return type(f"Packed{attention.__name__}", (attention,), {"forward": _packed_self_attention})
+    return type(f"Packed{attention.__name__}", (attention,), {"forward": _packed_self_attention, "flash4": flash4})
 
 
 def _packed_self_attention(
@@ -90,7 +94,7 @@ def _packed_self_attention(
         query, key = module.q_norm(query), module.k_norm(key)
     cos, sin = position_embeddings
     query, key = (x * cos + _swap_halves(x) * sin for x in (query, key))
-    out_TND = packed_attention(query[0], key[0], value[0], module.scaling, packing)
+    out_TND = packed_attention(query[0], key[0], value[0], module.scaling, packing, module.flash4)
     return module.o_proj(out_TND.reshape(*hidden_states.shape[:-1], -1)), None
 
 
@@ -108,10 +112,17 @@ def _swap_halves(x: torch.Tensor) -> torch.Tensor:
 
 
 def packed_attention(
-    q_TND: torch.Tensor, k_TMD: torch.Tensor, v_TMD: torch.Tensor, scaling: float, packing: Packing
+    q_TND: torch.Tensor,
+    k_TMD: torch.Tensor,
+    v_TMD: torch.Tensor,
+    scaling: float,
+    packing: Packing,
+    by_flash4: bool = False,
 ) -> torch.Tensor:
     """Causal attention within each sequence, [T, heads, d]; keys and values may have fewer heads."""
     if q_TND.is_cuda and q_TND.dtype in (torch.bfloat16, torch.float16):
+        if by_flash4:
+            return flash4(q_TND, k_TMD, v_TMD, packing.starts, packing.longest, scaling)[0]
         return varlen_attn(
             q_TND,
             k_TMD,

@@ -9,7 +9,6 @@ inside: where it is a sum over tokens, a chunk's gradient is known as soon as it
 logits serve both passes: three matrix products instead of four.
 """
 
-import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -30,7 +29,7 @@ class Head:
     first: int = 0
     group: dist.ProcessGroup | None = None  # whose ranks hold the other rows, and the same hidden states
     chunk: int = 2048  # tokens whose logits exist at a time
-    fuse: bool = False  # compile what is done with a chunk's logits into one pass each way
+    fuse: bool = False  # on CUDA: what is done with a chunk's logits is one pass each way, in Triton
 
 
 def head_logprobs(
@@ -103,6 +102,11 @@ class _Chunks:
     def __init__(self, hidden_NH: torch.Tensor, weight_VH: torch.Tensor, head: Head, entropy: bool) -> None:
         self.hidden, self.weight, self.head, self.entropy = hidden_NH, weight_VH, head, entropy
         self.group = head.group if head.group is not None and dist.get_world_size(head.group) > 1 else None
+        self.summarize, self.to_slope = _summarize, _to_slope
+        if head.fuse and hidden_NH.is_cuda:
+            from workers.parallel import head_kernels  # Triton comes with torch for CUDA alone
+
+            self.summarize, self.to_slope = head_kernels.summarize, head_kernels.to_slope
         local = head.targets - head.first
         # The row of each target in this slice; -1 where it lies in another.
         self.local = local.where((local >= 0) & (local < len(weight_VH)), -1)
@@ -121,7 +125,7 @@ class _Chunks:
     def measure(self, here: slice) -> tuple[torch.Tensor, torch.Tensor]:
         """The chunk's logits; and its log-probabilities, entropies and logarithms of sums of exps, [3, n] float32."""
         logits = self.logits(here)
-        sums = _run(_summarize, self.head.fuse, logits, self.local[here], 1 / self.head.temperature, self.entropy)
+        sums = self.summarize(logits, self.local[here], 1 / self.head.temperature, self.entropy)
         highest, exps, weighted, target = sums
         if self.group is not None:
             top = highest.clone()
@@ -139,8 +143,7 @@ class _Chunks:
             self.grad_hidden = torch.empty_like(self.hidden)
             if self.weight.requires_grad:
                 self.grad_weight = torch.zeros_like(self.weight, dtype=torch.float32)
-        settings = (1 / self.head.temperature, self.entropy)
-        _run(_to_slope, self.head.fuse, logits, self.local[here], per_token_4n, *settings)
+        self.to_slope(logits, self.local[here], per_token_4n, 1 / self.head.temperature, self.entropy)
         torch.mm(logits, self.weight, out=self.grad_hidden[here])
         if self.grad_weight is None:
             return  # frozen
@@ -177,19 +180,3 @@ def _to_slope(
     columns = torch.arange(logits_NV.shape[1], device=logits_NV.device)
     onehot = (columns == local_N[:, None]) * grad_logprobs
     logits_NV.copy_((onehot - logp.exp() * pull) * scale)
-
-
-@functools.cache
-def _compiled(function: Callable) -> Callable:
-    return torch.compile(function)
-
-
-def _run(function: Callable, fuse: bool, logits: torch.Tensor, local: torch.Tensor, *more) -> torch.Tensor | None:
-    if not fuse or not len(logits):
-        return function(logits, local, *more)
-    # Any number of tokens, but this vocabulary: an unknown width would cost each element a division.
-    torch._dynamo.maybe_mark_dynamic(logits, 0)
-    torch._dynamo.maybe_mark_dynamic(local, 0)
-    if isinstance(more[0], torch.Tensor):
-        torch._dynamo.maybe_mark_dynamic(more[0], 1)
-    return _compiled(function)(logits, local, *more)

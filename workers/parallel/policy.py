@@ -17,14 +17,17 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
-from grpo.config import ConfigError, option
+from grpo.config import ConfigError, choose, option
 from workers.parallel.attention import Packing, packed_class, rotary_angles
+from workers.parallel.flash4 import why_not
+from workers.parallel.flops import head_width
 from workers.parallel.logprobs import Head, Loss, head_logprobs, head_loss
 from workers.parallel.lora import LoraConfig, add_adapters, original_name, reset_adapters
 from workers.parallel.mesh import Layout
 from workers.parallel.tensor import split_over_tensor_mesh
 
 SUPPORTED = ("qwen2", "qwen3", "llama")
+ATTENTIONS = ("auto", "torch", "flash4")
 PREFIX = "causal_lm."
 SMALLEST_UNIT = 1_000_000
 """Parameters from which on a layer is gathered alone: smaller ones cost more in collectives than they save."""
@@ -37,6 +40,11 @@ class ModelConfig:
         "auto",
         "Compute type: auto (bfloat16 on CUDA, float32 on a CPU), bfloat16 or float32. "
         "Master weights and optimizer state are float32 always.",
+    )
+    attention: str = option(
+        "auto",
+        "Attention of the trainer on CUDA: torch (its own), flash4 (FlashAttention 4, which SGLang's CUDA packages "
+        "bring) or auto (flash4 where it can be, else torch).",
     )
 
 
@@ -90,11 +98,21 @@ class Policy(nn.Module):
         named = ((original_name(name), parameter) for name, parameter in self.causal_lm.named_parameters())
         return {name: parameter for name, parameter in named if name is not None}
 
+    @functools.cached_property
+    def sharded(self) -> list[FSDPModule]:
+        """What FSDP gathers and reduces at a time. Looked up once: there are hundreds of modules."""
+        return [module for module in self.modules() if isinstance(module, FSDPModule)]
+
+    def expect_backward(self, reduce: bool, reshard: bool) -> None:
+        """Whether the next backward pass reduces the gradients over ranks, and frees gathered weights."""
+        for module in self.sharded:
+            module.set_requires_gradient_sync(reduce, recurse=False)
+            module.set_reshard_after_backward(reshard, recurse=False)
+
     def reshard_all(self) -> None:
         """Free every layer's gathered weights: what stays are this rank's shards."""
-        for module in self.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        for module in self.sharded:
+            module.reshard()
 
 
 def load_policy(
@@ -108,14 +126,16 @@ def load_policy(
 ) -> Policy:
     """The policy of `config.path` cut over `layout`, in float32 where it trains and in its compute type otherwise.
 
-    `fuse`: compile each layer and the head, for any number of tokens. `recompute`: which layers are computed again on
-    the way back instead of keeping what they computed: none, selective (every other) or full. `reshard`: free a
-    layer's gathered weights after each use, instead of keeping them until `Policy.reshard_all`. `lora`: its adapters
-    are what trains, where it has a rank. Raises ConfigError for what `read_config` and `check_layout` refuse.
+    `fuse`: compile each layer, for any number of tokens, and run the head's kernels. `recompute`: which layers are
+    computed again on the way back instead of keeping what they computed: none, selective (every other) or full.
+    `reshard`: free a layer's gathered weights after each use, instead of keeping them until `Policy.reshard_all`.
+    `lora`: its adapters are what trains, where it has a rank. Raises ConfigError for what `read_config` and
+    `check_layout` refuse.
     """
     hf_config = read_config(config)
     check_layout(hf_config, layout.slices)
     compute = compute_dtype(config, layout.device)
+    flash4 = not why_not_flash4(config, hf_config, layout.device)
     adapts = lora is not None and lora.rank > 0
     # Frozen weights are only ever read in the compute type: float32 would be memory for digits that nothing sees.
     dtype = torch.float32 if trains and not adapts else compute
@@ -128,7 +148,7 @@ def load_policy(
         split_over_tensor_mesh(causal_lm, layout.tensor)
     precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
     for index, layer in enumerate(causal_lm.model.layers):
-        layer.self_attn.__class__ = packed_class(type(layer.self_attn))
+        layer.self_attn.__class__ = packed_class(type(layer.self_attn), flash4)
         # The forward methods alone: FSDP's hooks stay outside.
         if fuse:
             layer.forward = functools.partial(_for_any_length, torch.compile(layer.forward))
@@ -165,6 +185,24 @@ def compute_dtype(config: ModelConfig, device: torch.device) -> torch.dtype:
     if config.dtype not in names:
         raise ConfigError(f"model.dtype={config.dtype!r} is not a choice: use auto, bfloat16 or float32.")
     return names[config.dtype]
+
+
+def why_not_flash4(config: ModelConfig, hf_config: transformers.PretrainedConfig, device: torch.device) -> str:
+    """Why attention on `device` is not FlashAttention 4's, as the end of a sentence; empty where it is.
+
+    Raises ConfigError where that was asked for in vain.
+    """
+    choose(config.attention, ATTENTIONS, "model.attention")
+    if config.attention == "torch":
+        return "model.attention=torch"
+    reason = why_not(device)
+    if not reason and compute_dtype(config, device) == torch.float32:
+        reason = "the compute type is float32"
+    if not reason and head_width(hf_config) not in (64, 128):
+        reason = f"the model's heads are {head_width(hf_config)} wide, not 64 or 128"
+    if reason and config.attention == "flash4":
+        raise ConfigError(f"model.attention=flash4 cannot be: {reason}. Use auto or torch.")
+    return reason
 
 
 def read_config(config: ModelConfig) -> transformers.PretrainedConfig:

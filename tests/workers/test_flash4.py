@@ -1,0 +1,128 @@
+"""FlashAttention 4's operator, with the arithmetic of its kernels done by torch: what it hands over and gives back."""
+
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from examples.countdown import make_model
+from grpo.config import ConfigError
+from workers.parallel import flash4, policy
+from workers.parallel.attention import Packing, packed_attention
+from workers.parallel.policy import ModelConfig, why_not_flash4
+
+LENGTHS = [7, 1, 12, 4]
+CPU = torch.device("cpu")
+
+
+def attend(q, k, v, given):
+    assert given["causal"] is True
+    assert given["cu_seqlens_q"] is given["cu_seqlens_k"]
+    assert given["cu_seqlens_q"].dtype == torch.int32
+    lengths = given["cu_seqlens_q"].diff().tolist()
+    assert given["max_seqlen_q"] == given["max_seqlen_k"] == max(lengths)
+    return packed_attention(q, k, v, given["softmax_scale"], Packing.of(lengths, CPU))
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """Functions with the names and arguments of flash_attn.cute.interface, that may return more than is read."""
+
+    def forward(q, k, v, *, return_lse, **given):
+        assert return_lse
+        return attend(q, k, v, given), torch.zeros(q.shape[1], q.shape[0]), None, None
+
+    def backward(q, k, v, out, grad, lse, **given):
+        assert lse.shape == (q.shape[1], q.shape[0])
+
+        def differentiate():
+            inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+            again = attend(*inputs, given)
+            torch.testing.assert_close(again.detach(), out)
+            return torch.autograd.grad(again, inputs, grad)
+
+        # In a thread of its own: inside an operator autograd is off.
+        with ThreadPoolExecutor() as pool:
+            return *pool.submit(differentiate).result(), None
+
+    module = SimpleNamespace(_flash_attn_fwd=forward, _flash_attn_bwd=backward)
+    monkeypatch.setattr(flash4, "kernels", lambda: module)
+
+
+def run(attention, lengths=LENGTHS, seed=0):
+    """What `attention` gives back for random heads, and its gradients."""
+    random = torch.Generator().manual_seed(seed)
+    heads = [torch.randn(sum(lengths), n, 8, generator=random).requires_grad_() for n in (6, 2, 2)]
+    out = attention(*heads, Packing.of(lengths, CPU))
+    (out * torch.randn(out.shape, generator=random)).sum().backward()
+    return out.detach(), *(x.grad for x in heads)
+
+
+def by_torch(q, k, v, packing):
+    return packed_attention(q, k, v, 0.3, packing)
+
+
+def by_flash4(q, k, v, packing):
+    return flash4.flash4(q, k, v, packing.starts, packing.longest, 0.3)[0]
+
+
+def test_what_the_kernels_compute_reaches_its_place(kernels):
+    for ours, expected in zip(run(by_flash4), run(by_torch), strict=True):
+        torch.testing.assert_close(ours, expected)
+
+
+def test_compiled_it_is_one_graph_for_all_lengths(kernels):
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def layer(q, k, v, packing):
+        return 2 * by_flash4(q * 1.5, k, v.flip(0), packing)
+
+    compiled = torch.compile(layer, dynamic=True, fullgraph=True, backend=counter)
+    for seed, lengths in enumerate([LENGTHS, [3, 9], [5, 20, 2, 2, 8]]):
+        for ours, expected in zip(run(compiled, lengths, seed), run(layer, lengths, seed), strict=True):
+            torch.testing.assert_close(ours, expected)
+    assert counter.frame_count == 1
+
+
+def test_a_cpu_has_none_and_says_so():
+    assert "not a Hopper" in why_not_flash4(ModelConfig(), make_model("qwen2").config, CPU)
+    with pytest.raises(ConfigError, match=r"model\.attention=flash4 cannot be: the device is not a Hopper GPU"):
+        why_not_flash4(ModelConfig(attention="flash4"), make_model("qwen2").config, CPU)
+
+
+def test_a_package_that_cannot_be_imported_is_a_reason_and_no_error(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+
+    def broken(name):
+        raise AttributeError("module 'cutlass' has no attribute 'cute'")
+
+    monkeypatch.setattr(flash4.importlib, "import_module", broken)
+    flash4.kernels.cache_clear()
+    flash4.why_not.cache_clear()
+    assert "no attribute 'cute'" in flash4.why_not(torch.device("cuda", 7))
+    flash4.why_not.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("settings", "width", "reason"),
+    [
+        ({}, 64, ""),
+        ({"attention": "flash4"}, 128, ""),
+        ({"attention": "torch"}, 64, "model.attention=torch"),
+        ({"dtype": "float32"}, 64, "float32"),
+        ({}, 80, "80 wide"),
+    ],
+)
+def test_it_is_chosen_where_it_can_be(monkeypatch, settings, width, reason):
+    monkeypatch.setattr(policy, "why_not", lambda device: "")
+    config = make_model("qwen2", heads=2, kv_heads=1, head_dim=width).config
+    found = why_not_flash4(ModelConfig(**{"dtype": "bfloat16", **settings}), config, CPU)
+    assert found == reason if not reason else reason in found
+
+
+def test_a_name_that_is_no_choice_is_refused():
+    with pytest.raises(ConfigError, match=r"model\.attention='fa3' is not a choice: use one of auto, torch, flash4"):
+        why_not_flash4(ModelConfig(attention="fa3"), make_model("qwen2").config, CPU)

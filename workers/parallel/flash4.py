@@ -1,0 +1,107 @@
+"""FlashAttention 4 for packed sequences, where it is installed: on Hopper it takes about half of what torch's own does.
+
+SGLang's CUDA packages bring it. Torch can put it in the place of its own kernels, but expects other return values than
+the versions that there are have, and would do so for everything in the process; so it is an operator of its own here.
+
+Source: Zadouri et al., FlashAttention-4, 2026; https://github.com/Dao-AILab/flash-attention, flash_attn/cute.
+"""
+
+import functools
+import importlib
+
+import torch
+
+
+@functools.cache
+def why_not(device: torch.device) -> str:
+    """What keeps attention on `device` from FlashAttention 4, as the end of a sentence; empty where nothing does."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+        return "the device is not a Hopper GPU"
+    try:
+        kernels()
+    # Beside a package that is not there, one that was made for other versions of what it builds on.
+    except (ImportError, OSError, AttributeError, TypeError, RuntimeError) as error:
+        return f"flash_attn.cute cannot be imported ({error!r})"
+    return ""
+
+
+@functools.cache
+def kernels():
+    """FlashAttention's module of functions, imported at the first use, since it imports a compiler."""
+    return importlib.import_module("flash_attn.cute.interface")
+
+
+@torch.library.custom_op("grpo::flash4", mutates_args=())
+def flash4(
+    q_TND: torch.Tensor, k_TMD: torch.Tensor, v_TMD: torch.Tensor, starts: torch.Tensor, longest: int, scaling: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Causal attention within each sequence: its output [T, N, D] and the logarithms of its denominators [N, T]."""
+    q_TND, k_TMD, v_TMD = q_TND.contiguous(), k_TMD.contiguous(), v_TMD.contiguous()
+    out_TND, lse_NT = kernels()._flash_attn_fwd(
+        q_TND,
+        k_TMD,
+        v_TMD,
+        cu_seqlens_q=starts,
+        cu_seqlens_k=starts,
+        max_seqlen_q=longest,
+        max_seqlen_k=longest,
+        softmax_scale=scaling,
+        causal=True,
+        return_lse=True,
+    )[:2]
+    return out_TND, lse_NT
+
+
+@flash4.register_fake
+def _(q_TND, k_TMD, v_TMD, starts, longest, scaling):
+    return q_TND.new_empty(q_TND.shape), q_TND.new_empty(q_TND.shape[1], q_TND.shape[0], dtype=torch.float32)
+
+
+@torch.library.custom_op("grpo::flash4_backward", mutates_args=())
+def flash4_backward(
+    grad_TND: torch.Tensor,
+    q_TND: torch.Tensor,
+    k_TMD: torch.Tensor,
+    v_TMD: torch.Tensor,
+    out_TND: torch.Tensor,
+    lse_NT: torch.Tensor,
+    starts: torch.Tensor,
+    longest: int,
+    scaling: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients to queries, keys and values."""
+    q_TND, k_TMD, v_TMD, grad_TND = q_TND.contiguous(), k_TMD.contiguous(), v_TMD.contiguous(), grad_TND.contiguous()
+    grad_q, grad_k, grad_v = kernels()._flash_attn_bwd(
+        q_TND,
+        k_TMD,
+        v_TMD,
+        out_TND,
+        grad_TND,
+        lse_NT,
+        softmax_scale=scaling,
+        causal=True,
+        cu_seqlens_q=starts,
+        cu_seqlens_k=starts,
+        max_seqlen_q=longest,
+        max_seqlen_k=longest,
+    )[:3]
+    return grad_q, grad_k, grad_v
+
+
+@flash4_backward.register_fake
+def _(grad_TND, q_TND, k_TMD, v_TMD, out_TND, lse_NT, starts, longest, scaling):
+    return tuple(x.new_empty(x.shape) for x in (q_TND, k_TMD, v_TMD))
+
+
+def _save(ctx, inputs, output) -> None:
+    *tensors, ctx.longest, ctx.scaling = inputs
+    ctx.save_for_backward(*tensors, *output)
+
+
+def _backward(ctx, grad_TND: torch.Tensor, _):
+    q_TND, k_TMD, v_TMD, starts, out_TND, lse_NT = ctx.saved_tensors
+    grads = flash4_backward(grad_TND, q_TND, k_TMD, v_TMD, out_TND, lse_NT, starts, ctx.longest, ctx.scaling)
+    return *grads, None, None, None
+
+
+flash4.register_autograd(_backward, setup_context=_save)
