@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-BLOCK = 4096
+BLOCK = 2048
 """Logits of one token that a program works on at a time."""
 
 
@@ -17,7 +17,7 @@ def summarize(logits_NV: torch.Tensor, local_N: torch.Tensor, scale: float, entr
     sums_4N = torch.empty(4, len(logits_NV), dtype=torch.float32, device=logits_NV.device)
     rows, columns = logits_NV.shape
     if rows:
-        _summarize[(rows,)](logits_NV, local_N, sums_4N, rows, columns, scale, entropy, BLOCK, num_warps=8)
+        _summarize[(rows,)](logits_NV, local_N, sums_4N, rows, columns, scale, entropy, BLOCK, num_warps=4)
     return sums_4N
 
 
@@ -28,7 +28,7 @@ def to_slope(
     rows, columns = logits_NV.shape
     if rows:
         grid = rows, triton.cdiv(columns, BLOCK)
-        _to_slope[grid](logits_NV, local_N, per_token_4N, rows, columns, scale, entropy, BLOCK, num_warps=8)
+        _to_slope[grid](logits_NV, local_N, per_token_4N, rows, columns, scale, entropy, BLOCK, num_warps=4)
 
 
 @triton.jit
