@@ -5,6 +5,7 @@ import logging
 import os
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import datasets
@@ -133,9 +134,10 @@ def main() -> None:
     arguments = parse(sys.argv[1:])
     transformers.utils.logging.disable_progress_bar()
     datasets.disable_progress_bars()
-    # Their warnings are about torch's own calls of itself; nothing here or in a config changes them.
+    # Their warnings are about torch's and FlashAttention's own calls; nothing here or in a config changes them.
     for name in ("torch.fx._symbolic_trace", "torch.distributed.tensor._redistribute"):
         logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", category=UserWarning, module="cutlass")
     try:
         if arguments.command in SCHEMAS:
             train(arguments.command, arguments.config, arguments.overrides)

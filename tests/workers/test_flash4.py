@@ -1,7 +1,6 @@
 """FlashAttention 4's operator, with the arithmetic of its kernels done by torch: what it hands over and gives back."""
 
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -28,7 +27,7 @@ def attend(q, k, v, given):
 
 @pytest.fixture
 def kernels(monkeypatch):
-    """Functions with the names and arguments of flash_attn.cute.interface, that may return more than is read."""
+    """Functions with the arguments of FlashAttention's, that may return more than is read."""
 
     def forward(q, k, v, *, return_lse, **given):
         assert return_lse
@@ -47,8 +46,7 @@ def kernels(monkeypatch):
         with ThreadPoolExecutor() as pool:
             return *pool.submit(differentiate).result(), None
 
-    module = SimpleNamespace(_flash_attn_fwd=forward, _flash_attn_bwd=backward)
-    monkeypatch.setattr(flash4, "kernels", lambda: module)
+    monkeypatch.setattr(flash4, "kernels", lambda: (forward, backward))
 
 
 def run(attention, lengths=LENGTHS, seed=0):

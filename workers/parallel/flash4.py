@@ -1,13 +1,15 @@
 """FlashAttention 4 for packed sequences, where it is installed: on Hopper it takes about half of what torch's own does.
 
-SGLang's CUDA packages bring it. Torch can put it in the place of its own kernels, but expects other return values than
-the versions that there are have, and would do so for everything in the process; so it is an operator of its own here.
+SGLang's CUDA packages bring it. Torch 2.11 to 2.13 can put it in the place of their own kernels, but for everything in
+the process, and they expect fewer results than it returns; so it is an operator of its own here.
 
-Source: Zadouri et al., FlashAttention-4, 2026; https://github.com/Dao-AILab/flash-attention, flash_attn/cute.
+Source: https://github.com/Dao-AILab/flash-attention (flash_attn/cute), whose way on Hopper is that of FlashAttention-3,
+arXiv:2407.08608.
 """
 
 import functools
 import importlib
+from collections.abc import Callable
 
 import torch
 
@@ -26,9 +28,10 @@ def why_not(device: torch.device) -> str:
 
 
 @functools.cache
-def kernels():
-    """FlashAttention's module of functions, imported at the first use, since it imports a compiler."""
-    return importlib.import_module("flash_attn.cute.interface")
+def kernels() -> tuple[Callable, Callable]:
+    """FlashAttention's forward and backward pass, imported at the first use, since that imports a compiler."""
+    module = importlib.import_module("flash_attn.cute.interface")
+    return module._flash_attn_fwd, module._flash_attn_bwd
 
 
 @torch.library.custom_op("grpo::flash4", mutates_args=())
@@ -37,7 +40,8 @@ def flash4(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Causal attention within each sequence: its output [T, N, D] and the logarithms of its denominators [N, T]."""
     q_TND, k_TMD, v_TMD = q_TND.contiguous(), k_TMD.contiguous(), v_TMD.contiguous()
-    out_TND, lse_NT = kernels()._flash_attn_fwd(
+    forward, _ = kernels()
+    out_TND, lse_NT = forward(
         q_TND,
         k_TMD,
         v_TMD,
@@ -71,7 +75,8 @@ def flash4_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients to queries, keys and values."""
     q_TND, k_TMD, v_TMD, grad_TND = q_TND.contiguous(), k_TMD.contiguous(), v_TMD.contiguous(), grad_TND.contiguous()
-    grad_q, grad_k, grad_v = kernels()._flash_attn_bwd(
+    _, backward = kernels()
+    grad_q, grad_k, grad_v = backward(
         q_TND,
         k_TMD,
         v_TMD,
