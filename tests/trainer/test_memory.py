@@ -77,6 +77,7 @@ def test_a_run_shows_its_plan_first_and_what_it_measured_after_the_second_step(s
     out = capsys.readouterr().out
     assert out.index("Memory predicted, GiB of 10.0") < out.index("It fits.") < out.index("Memory of the trainer, GiB")
     assert out.count("Memory of the trainer, GiB") == 1
+    assert "Attention: torch, because the device is not a Hopper GPU." in out
     # `predicted` is nothing beside it: the model is tiny.
     assert ["update", "0.0", f"{rows[2]['memory/update_peak_gib']:.1f}"] in [line.split() for line in out.splitlines()]
 

@@ -1,6 +1,7 @@
 """FlashAttention 4's operator, with the arithmetic of its kernels done by torch: what it hands over and gives back."""
 
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -102,6 +103,19 @@ def test_a_package_that_cannot_be_imported_is_a_reason_and_no_error(monkeypatch)
     flash4.why_not.cache_clear()
     assert "no attribute 'cute'" in flash4.why_not(torch.device("cuda", 7))
     flash4.why_not.cache_clear()
+
+
+def test_an_error_of_its_kernels_says_what_does_without_them(monkeypatch):
+    def fails(*_, **__):
+        raise RuntimeError("no ptxas")
+
+    module = SimpleNamespace(_flash_attn_fwd=fails, _flash_attn_bwd=fails)
+    monkeypatch.setattr(flash4.importlib, "import_module", lambda name: module)
+    flash4.kernels.cache_clear()
+    with pytest.raises(RuntimeError, match="no ptxas") as caught:
+        run(by_flash4)
+    flash4.kernels.cache_clear()
+    assert "model.attention=torch" in caught.value.__notes__[0]
 
 
 @pytest.mark.parametrize(
