@@ -353,15 +353,16 @@ class ActorWorker(Worker):
         return work, metrics
 
     def _reduce(self, sums: dict[str, torch.Tensor], tokens: float) -> dict[str, float]:
-        values = {}
+        found, values = [], []
         for op, over in ((dist.ReduceOp.SUM, tokens), (dist.ReduceOp.MAX, 1.0)):
             names = [name for name in sums if name.endswith("max") == (op == dist.ReduceOp.MAX)]
             if names:
                 reduced = torch.stack([sums[name].double() for name in names])
                 dist.all_reduce(reduced, op=op, group=self.layout.data_group)
-                values |= dict(zip(names, reduced / over, strict=True))
+                found += names
+                values.append(reduced / over)
         # Read at once, and last: to read them makes the host wait for the device.
-        metrics = dict(zip(values, torch.stack(list(values.values())).tolist(), strict=True))
+        metrics = dict(zip(found, torch.cat(values).tolist(), strict=True))
         metrics["loss"] *= tokens  # its weights are its denominator
         return metrics
 
