@@ -7,13 +7,13 @@ from rich.table import Table
 
 import rewards
 from grpo.algorithm import AlgorithmConfig
-from grpo.config import ConfigError, choose, option
+from grpo.config import ConfigError, option
 from grpo.data import DataConfig
 from rewards import RewardsConfig
 from trainer.tracking import TrackingConfig
 from workers.actor import ActorConfig
-from workers.parallel.mesh import count_shards
-from workers.parallel.policy import ATTENTIONS, ModelConfig, check_layout, read_config
+from workers.parallel.mesh import count_shards, pick_device
+from workers.parallel.policy import ModelConfig, check_layout, read_config, why_not_flash4
 from workers.rollout import RolloutConfig
 
 
@@ -58,8 +58,9 @@ class RunConfig:
             raise ConfigError("checkpoint.resume needs tracking.name: the name of the run to go on with.")
         self.actor.check()
         count_shards(world, self.actor.replicate, self.actor.tensor_parallel)
-        choose(self.model.attention, ATTENTIONS, "model.attention")
-        check_layout(read_config(self.model), self.actor.tensor_parallel)
+        model = read_config(self.model)
+        check_layout(model, self.actor.tensor_parallel)
+        why_not_flash4(self.model, model, pick_device(self.device))
 
     def check_length(self, tokens: int, made_of: str) -> None:
         """Raise ConfigError where a sample of `tokens` tokens fits neither a micro-batch nor the model."""

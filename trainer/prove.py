@@ -60,7 +60,7 @@ def prove_cuts(config: TrainConfig, device: torch.device, record: Path, console:
     world = dist.get_world_size()
     config = dataclasses.replace(
         config,
-        model=dataclasses.replace(config.model, dtype="float32"),
+        model=dataclasses.replace(config.model, dtype="float32", attention="torch"),
         # Off-policy, so that the ratio counts.
         algorithm=dataclasses.replace(config.algorithm, epochs_per_step=2),
         # Every cut would be traced anew, and float32 attention breaks a layer in three: only where it is asked for.

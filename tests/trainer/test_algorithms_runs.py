@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import workers.actor
+import workers.parallel.policy
 from grpo.algorithm import PRESETS
 from grpo.batch import jagged, make_batch
 from grpo.config import ConfigError
@@ -232,6 +233,13 @@ def test_an_update_is_the_same_on_every_layout_as_the_command_says(preset, numbe
         assert ran.stdout.count("process(es), before") == count
     record = json.loads((tmp_path / "run" / "proof.json").read_text())
     assert record.keys() == {"of", *map(str, numbers)}
+
+
+def test_the_cuts_are_in_float32_whatever_attention_is_asked_for(start, monkeypatch, capsys):
+    monkeypatch.setattr(workers.parallel.policy, "why_not", lambda device: "")  # as on a Hopper GPU
+    monkeypatch.setattr(workers.parallel.policy, "head_width", lambda config: 64)
+    start("prove", "run", "model.attention=flash4", "model.dtype=bfloat16")
+    assert "All of it holds." in capsys.readouterr().out
 
 
 def proven(start, capsys, *more) -> str:

@@ -93,6 +93,8 @@ def test_what_can_work_gets_as_far_as_loading_weights(command, run_main, setting
         (["rollout.tensor_parallel=2"], ["rollout.tensor_parallel", "rollout.engine=sglang"]),
         (["rollout.engine=sglang", "rollout.tensor_parallel=2"], ["rollout.tensor_parallel=2", "1 process(es)"]),
         (["rollout.sglang={attention_backend: triton}"], ["rollout.sglang", "rollout.engine=sglang"]),
+        (["model.attention=flash"], ["model.attention='flash'", "auto, torch, flash4"]),
+        (["model.attention=flash4", "device=cpu"], ["model.attention=flash4", "not a Hopper GPU", "Use auto or torch"]),
         (["rollout.release=everything"], ["rollout.release='everything'", "kv+weights"]),
         (["rollout.memory_fraction=1.5"], ["rollout.memory_fraction=1.5"]),
         (["rollout.min_response_tokens=13"], ["rollout.min_response_tokens=13", "rollout.max_response_tokens=12"]),
