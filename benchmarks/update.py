@@ -28,7 +28,6 @@ from grpo.algorithm import AlgorithmConfig
 from grpo.batch import jagged, make_batch
 from grpo.config import load, option
 from workers.actor import ActorConfig, ActorWorker
-from workers.parallel.flops import Flops, peak_of
 from workers.parallel.mesh import join, make_layout, pick_device
 from workers.parallel.policy import ModelConfig, compute_dtype, read_config
 from workers.plan import Job, gib, predict
@@ -61,8 +60,7 @@ def main() -> None:
         for work in works:
             work.run(actor, settings.trace if work is works[-1] and round_ == settings.rounds + 1 else "")
     if dist.get_rank() == 0:
-        flops = Flops.of(read_config(model))
-        rates = [work.report(flops, settings.prompt, device) for work in works]
+        rates = [work.report(actor, settings.prompt) for work in works]
         if len(works) > 1:
             print(f"{rates[1] / rates[0]:.1%} of the tokens a second of equal lengths")
         job = Job(
@@ -127,17 +125,17 @@ class Work:
         if on_cuda:
             self.peak = torch.cuda.max_memory_allocated()
 
-    def report(self, flops: Flops, prompt: int, device: torch.device) -> float:
+    def report(self, actor: ActorWorker, prompt: int) -> float:
         """Print what was measured after the first two rounds; returns the tokens per second of a device."""
         seconds = statistics.median(self.seconds[2:])
         world, tokens = dist.get_world_size(), sum(self.lengths)
-        speed = 3 * float(flops.forward(self.lengths, tokens - prompt * len(self.lengths))) / world / seconds
+        speed = 3 * float(actor.flops.forward(self.lengths, tokens - prompt * len(self.lengths))) / world / seconds
         rate = tokens / world / seconds
         line = f"{self.name}: {seconds:.4f} s ({min(self.seconds[2:]):.4f} to {max(self.seconds[2:]):.4f}), "
         line += f"first {self.seconds[0]:.1f} s; {rate:,.0f} tokens/s and {speed / 1e12:.0f} TFLOP/s a device"
-        if device.type == "cuda":
-            peak = peak_of(torch.cuda.get_device_name())
-            line += f", MFU {speed / peak:.1%}" if peak else ""
+        if actor.peak:
+            line += f", MFU {speed / actor.peak:.1%}"
+        if self.peak:
             line += f"; peak memory {gib(self.peak)}"
         for name in ("perf/update_balance", "perf/update_bubble", "perf/packing"):
             if name in self.metrics:

@@ -10,6 +10,7 @@ arXiv:2407.08608.
 import functools
 import importlib
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -47,6 +48,12 @@ def _noted(function: Callable) -> Callable:
     return run
 
 
+def _packed(starts: torch.Tensor, longest: int, scaling: float) -> dict[str, Any]:
+    """What both passes are told of the sequences, under their names."""
+    borders = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": longest, "max_seqlen_k": longest}
+    return {**borders, "softmax_scale": scaling, "causal": True}
+
+
 @torch.library.custom_op("grpo::flash4", mutates_args=())
 def flash4(
     q_TND: torch.Tensor, k_TMD: torch.Tensor, v_TMD: torch.Tensor, starts: torch.Tensor, longest: int, scaling: float
@@ -54,18 +61,7 @@ def flash4(
     """Causal attention within each sequence: its output [T, N, D] and the logarithms of its denominators [N, T]."""
     q_TND, k_TMD, v_TMD = q_TND.contiguous(), k_TMD.contiguous(), v_TMD.contiguous()
     forward, _ = kernels()
-    out_TND, lse_NT = forward(
-        q_TND,
-        k_TMD,
-        v_TMD,
-        cu_seqlens_q=starts,
-        cu_seqlens_k=starts,
-        max_seqlen_q=longest,
-        max_seqlen_k=longest,
-        softmax_scale=scaling,
-        causal=True,
-        return_lse=True,
-    )[:2]
+    out_TND, lse_NT = forward(q_TND, k_TMD, v_TMD, **_packed(starts, longest, scaling), return_lse=True)[:2]
     return out_TND, lse_NT
 
 
@@ -89,20 +85,8 @@ def flash4_backward(
     """Gradients to queries, keys and values."""
     q_TND, k_TMD, v_TMD, grad_TND = q_TND.contiguous(), k_TMD.contiguous(), v_TMD.contiguous(), grad_TND.contiguous()
     _, backward = kernels()
-    grad_q, grad_k, grad_v = backward(
-        q_TND,
-        k_TMD,
-        v_TMD,
-        out_TND,
-        grad_TND,
-        lse_NT,
-        softmax_scale=scaling,
-        causal=True,
-        cu_seqlens_q=starts,
-        cu_seqlens_k=starts,
-        max_seqlen_q=longest,
-        max_seqlen_k=longest,
-    )[:3]
+    packed = _packed(starts, longest, scaling)
+    grad_q, grad_k, grad_v = backward(q_TND, k_TMD, v_TMD, out_TND, grad_TND, lse_NT, **packed)[:3]
     return grad_q, grad_k, grad_v
 
 
