@@ -239,6 +239,20 @@ def test_how_it_is_computed_does_not_change_the_update(make_actor, settings, tra
         assert other_metrics[name] == pytest.approx(metrics[name], rel=1e-4)
 
 
+def test_gradients_are_reduced_after_the_last_micro_batch_alone(make_actor):
+    worker, reduced = make_actor(max_tokens_per_microbatch=40), []
+
+    def count(*_):
+        # FSDP gives a shard its gradient when it has reduced it.
+        reduced.append(sum(shard.grad is not None for shard in worker.parameters))
+
+    worker.policy.register_forward_pre_hook(count)
+    worker.optimizer.register_step_pre_hook(count)
+    worker.update_minibatch(weighed(batch_of()))
+    assert len(reduced) > 3
+    assert reduced == [0] * (len(reduced) - 1) + [len(worker.parameters)]
+
+
 def test_compiled_layers_take_batches_of_any_lengths_without_being_compiled_again(make_actor, traced_alone):
     worker = make_actor(compile=True)
     for seed in range(2):  # what differs the second time is expected to differ from then on
