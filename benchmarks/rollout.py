@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from benchmarks import shapes
 from benchmarks.shapes import SHAPES, make
@@ -21,7 +20,7 @@ from grpo.algorithm import AlgorithmConfig
 from grpo.batch import jagged, make_batch
 from grpo.config import load, option
 from workers.actor import ActorConfig, ActorWorker
-from workers.parallel.mesh import join, make_layout, pick_device
+from workers.parallel.mesh import join, leave, make_layout, pick_device
 from workers.parallel.policy import ModelConfig
 from workers.rollout import RolloutConfig, RolloutWorker, make_engine
 from workers.sharding import ShardingManager
@@ -88,7 +87,7 @@ def main() -> None:
     ratio = statistics.median(bare[1:]) / statistics.median(ours[1:])
     print(f"throughput of the worker over the bare engine's: {ratio:.3f}")
     engine.shutdown()
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

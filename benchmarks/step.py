@@ -27,7 +27,7 @@ from grpo.batch import jagged, lengths_of, make_batch
 from grpo.config import load, option
 from workers.actor import ActorConfig, ActorWorker
 from workers.engines.sglang_engine import SGLangEngine
-from workers.parallel.mesh import join, make_layout, pick_device
+from workers.parallel.mesh import join, leave, make_layout, pick_device
 from workers.parallel.policy import ModelConfig
 from workers.rollout import RolloutConfig, RolloutWorker
 from workers.sharding import ShardingManager
@@ -115,7 +115,7 @@ def main() -> None:
         kept = rows[2:]
         print("median: " + describe({name: statistics.median(row[name] for row in kept) for name in kept[0]}))
     engine.shutdown()
-    dist.destroy_process_group()
+    leave()
 
 
 def describe(row: dict[str, float]) -> str:

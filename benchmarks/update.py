@@ -28,7 +28,7 @@ from grpo.algorithm import AlgorithmConfig
 from grpo.batch import jagged, make_batch
 from grpo.config import load, option
 from workers.actor import ActorConfig, ActorWorker
-from workers.parallel.mesh import join, make_layout, pick_device
+from workers.parallel.mesh import join, leave, make_layout, pick_device
 from workers.parallel.policy import ModelConfig, compute_dtype, read_config
 from workers.plan import Job, gib, predict
 from workers.rollout import RolloutConfig
@@ -76,7 +76,7 @@ def main() -> None:
             rows=0,
         )
         print(f"predicted peak memory: {gib(sum(predict(job)['update'].values()))}")
-    dist.destroy_process_group()
+    leave()
 
 
 @dataclass

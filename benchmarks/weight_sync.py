@@ -27,7 +27,7 @@ from grpo.config import load, option
 from workers.actor import ActorConfig, ActorWorker
 from workers.engines.protocol import Bucket
 from workers.engines.sglang_engine import SGLangEngine
-from workers.parallel.mesh import join, make_layout, pick_device
+from workers.parallel.mesh import join, leave, make_layout, pick_device
 from workers.parallel.policy import ModelConfig
 from workers.rollout import RolloutConfig, RolloutWorker, make_engine
 from workers.sharding import ShardingManager
@@ -180,7 +180,7 @@ def main() -> None:
             f"host {host / 2**30:.2f} and {host_end / 2**30:.2f} GiB"
         )
     engine.shutdown()
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from trainer.report import plot
 from trainer.sft import run_sft
 from trainer.tracking import run_folder
 from trainer.trainer import Trainer
-from workers.parallel.mesh import join, pick_device
+from workers.parallel.mesh import join, leave, pick_device
 from workers.parallel.policy import ModelConfig
 
 SCHEMAS = {"train": TrainConfig, "sft": SftConfig, "prove": TrainConfig}
@@ -116,7 +116,7 @@ def train(command: str, config_path: str | None, overrides: list[str]) -> None:
         held = prove(config, device, folder[0])
     else:
         Trainer(config, device, folder[0]).run()
-    dist.destroy_process_group()
+    leave()
     if not held:
         sys.exit(1)
 
@@ -157,7 +157,7 @@ def main() -> None:
         else:
             time.sleep(10)  # torchrun ends all of them as soon as one has ended, which must be the one that speaks
         if dist.is_initialized():
-            dist.destroy_process_group()  # its threads may abort a process that ends around them
+            leave()
         sys.exit(2)
 
 

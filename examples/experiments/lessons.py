@@ -181,14 +181,13 @@ def measure_gradient(out: Path, overrides: Sequence[str], prompts: int) -> None:
     import dataclasses
 
     import torch
-    import torch.distributed as dist
 
     from grpo.advantages import compute_advantages, weigh_tokens
     from grpo.batch import select
     from grpo.config import load
     from trainer.config import TrainConfig
     from trainer.trainer import Trainer
-    from workers.parallel.mesh import join, pick_device
+    from workers.parallel.mesh import join, leave, pick_device
 
     changed = [*overrides, f"algorithm.prompts_per_step={prompts}", "tracking.samples_every=0", "checkpoint.every=0"]
     config = load(TrainConfig, CONFIG, changed)
@@ -224,7 +223,7 @@ def measure_gradient(out: Path, overrides: Sequence[str], prompts: int) -> None:
             found = spread(squares, mean_square)
             sizes.append({"prompts": size, "batches": len(norms), **found, "norms": [round(n, 5) for n in norms]})
             size *= 2
-    dist.destroy_process_group()
+    leave()
     kept = {name: metrics[name] for name in ("reward/mean", "groups/no_signal", "response_length/mean")}
     samples = config.algorithm.samples_per_prompt
     result = {"prompts": prompts, "samples_per_prompt": samples, "policy": kept, "sizes": sizes}

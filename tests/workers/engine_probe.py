@@ -16,7 +16,7 @@ from grpo.algorithm import AlgorithmConfig
 from grpo.batch import jagged, lengths_of, make_batch, with_values
 from workers.actor import ActorConfig, ActorWorker
 from workers.engines.protocol import Bucket
-from workers.parallel.mesh import Layout, join, make_layout, pick_device
+from workers.parallel.mesh import Layout, join, leave, make_layout, pick_device
 from workers.parallel.policy import ModelConfig
 from workers.rollout import RolloutConfig, RolloutWorker, make_engine
 from workers.sharding import ShardingManager
@@ -110,7 +110,7 @@ def main() -> None:
             if dist.get_rank() == 0:
                 torch.save(result, Path(out) / f"{layout.parts}-{tensor}-r{replicate}-e{size}.pt")
         engine.shutdown()
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from trainer.trainer import attach
 from workers.actor import ActorConfig, ActorWorker
 from workers.engines.torch_engine import TorchEngine
 from workers.parallel import policy
-from workers.parallel.mesh import Layout, join, make_layout, pick_device
+from workers.parallel.mesh import Layout, join, leave, make_layout, pick_device
 from workers.parallel.policy import PREFIX, SMALLEST_UNIT, ModelConfig
 from workers.ref import RefWorker
 from workers.rollout import RolloutConfig, RolloutWorker
@@ -153,7 +153,7 @@ def main() -> None:
             if dist.get_rank() == 0:
                 name = "-".join([folder.name, str(layout.parts), tensor, f"r{replicate}", *compiled])
                 torch.save(result, out / f"{name}.pt")
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

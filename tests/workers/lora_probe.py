@@ -18,7 +18,7 @@ from workers.actor import ActorConfig, ActorWorker
 from workers.engines.torch_engine import TorchEngine
 from workers.parallel import policy
 from workers.parallel.lora import LoraConfig, adapters_of
-from workers.parallel.mesh import Layout, join, make_layout, pick_device
+from workers.parallel.mesh import Layout, join, leave, make_layout, pick_device
 from workers.parallel.policy import ModelConfig
 from workers.ref import RefWorker
 from workers.rollout import RolloutConfig, RolloutWorker
@@ -105,7 +105,7 @@ def main() -> None:
         result = step(ModelConfig(path=sys.argv[1]), make_layout(device, int(replicate), 1))
         if dist.get_rank() == 0:
             torch.save(result, Path(sys.argv[2]) / f"{replicate}.pt")
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

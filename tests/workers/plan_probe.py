@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from workers.parallel import policy
-from workers.parallel.mesh import Layout, join, make_layout, pick_device
+from workers.parallel.mesh import Layout, join, leave, make_layout, pick_device
 from workers.parallel.policy import ModelConfig, load_policy
 
 
@@ -50,7 +50,7 @@ def main() -> None:
             if dist.get_rank() == 0:
                 most = max(everyone, key=lambda held: held["held"])
                 torch.save(most, out / f"{folder.name}-{dist.get_world_size()}-{tensor}.pt")
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Owns the processes: joining them, and the (replicate, shard, tensor) mesh that every layout is cut from."""
 
 import os
+import time
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -53,6 +54,14 @@ def join(device: torch.device, timeout_seconds: float) -> None:
         dist.init_process_group(backend, timeout=timeout)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+
+
+def leave() -> None:
+    """Leave the process group, before the process ends."""
+    dist.destroy_process_group()
+    # A gloo thread needs Python's lock to drop its last tensor. Where it still waits for it when the interpreter
+    # ends, it aborts the process instead: https://github.com/pytorch/pytorch/issues/190489
+    time.sleep(0.1)
 
 
 @dataclass(frozen=True)
