@@ -3,9 +3,11 @@
     torchrun --nproc-per-node N engine_probe.py MODEL OUT DEVICE DTYPE ENGINE_TP[,ENGINE_TP] REPLICATE-TENSOR[,...]
 
 starts an engine for each ENGINE_TP, gives it two rounds of weights from an actor on each layout, and leaves
-OUT/PARTS-TENSOR-rREPLICATE-eENGINE_TP.pt with what the controller saw.
+OUT/PARTS-TENSOR-rREPLICATE-eENGINE_TP.pt with what the controller saw. At last each rank starts a process that
+is not SGLang's, and leaves its number in OUT/bystander-RANK.
 """
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -110,6 +112,8 @@ def main() -> None:
             if dist.get_rank() == 0:
                 torch.save(result, Path(out) / f"{layout.parts}-{tensor}-r{replicate}-e{size}.pt")
         engine.shutdown()
+    bystander = subprocess.Popen(["sleep", "60"])
+    Path(out, f"bystander-{dist.get_rank()}").write_text(str(bystander.pid))
     leave()
 
 

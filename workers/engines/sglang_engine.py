@@ -211,6 +211,9 @@ class SGLangEngine:
             def _launch_detokenizer_subprocesses(cls, *_: Any, **__: Any) -> tuple[list, list]:
                 return [], []  # token ids come out: a detokenizer would only take memory
 
+            # What SGLang does when the trainer's process ends: its own would kill all children, whoever started them.
+            shutdown = staticmethod(self.kill)
+
         others = set(multiprocessing.active_children())
         try:
             self.engine = QuietEngine(**arguments)
