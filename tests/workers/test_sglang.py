@@ -230,6 +230,31 @@ def test_options_are_checked_by_name():
         RolloutConfig(engine="sglang", sglang={"tp_size": 2}).check(1, 1)
 
 
+SCHEDULER = """
+import multiprocessing, sys, types
+from multiprocessing import resource_tracker
+import tqdm
+from workers.engines.sglang_hooks import run_scheduler
+
+def run_scheduler_process():
+    multiprocessing.set_start_method("spawn")  # as SGLang does
+    list(tqdm.tqdm(range(3)))
+    print("tracked by", resource_tracker._resource_tracker._fd)
+
+sys.modules["sglang.srt.managers.scheduler"] = types.SimpleNamespace(run_scheduler_process=run_scheduler_process)
+run_scheduler()
+"""
+
+
+def test_a_progress_bar_of_sglang_leaves_nothing_behind_where_it_is_killed(tmp_path):
+    log = tmp_path / "log"
+    root = Path(__file__).parents[2]
+    environment = os.environ | {"GRPO_ENGINE_LOG": str(log), "PYTHONPATH": f"{os.environ['PYTHONPATH']}:{root}"}
+    subprocess.run([sys.executable, "-c", SCHEDULER], check=True, timeout=120, env=environment, cwd=root)
+    assert "3/3" in log.read_text()
+    assert "tracked by None" in log.read_text()
+
+
 # --- many processes ------------------------------------------------------------------------------------------------
 
 

@@ -6,9 +6,11 @@ were sent. The last of them, a byte tensor that both processes share, takes the 
 
 import json
 import os
+import threading
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
 LOG = "GRPO_ENGINE_LOG"
 """The environment variable that names the file for what SGLang's processes print."""
@@ -25,6 +27,9 @@ def run_scheduler(*args: Any, **kwargs: Any) -> None:
     log = os.open(os.environ[LOG], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
+    # The lock that progress bars make is a semaphore that stays behind where its process is killed, which the trainer's
+    # process would warn of at its end.
+    tqdm.set_lock(threading.RLock())
     from sglang.srt.managers.scheduler import run_scheduler_process
 
     run_scheduler_process(*args, **kwargs)
