@@ -296,7 +296,7 @@ def test_every_engine_holds_and_uses_the_weights_of_every_layout(probed, layout,
     assert "The engine's weights are not the actor's" in result["verify_of_old_weights"]
 
 
-def test_the_end_of_an_engine_is_not_that_of_what_others_started(probed):
+def test_the_end_of_every_engine_spares_what_others_started(probed):
     for rank in range(2):
         bystander = (probed / f"bystander-{rank}").read_text()
         assert Path(f"/proc/{bystander}/cmdline").read_bytes() == b"sleep\x0060\x00"
