@@ -22,7 +22,7 @@ from grpo.batch import jagged, make_batch, select
 from workers.dispatch import Worker, dispatched
 from workers.parallel.gather import Gatherer
 from workers.parallel.logprobs import Head, head_logprobs, head_loss
-from workers.parallel.mesh import join, leave, make_layout, pick_device
+from workers.parallel.mesh import join, make_layout, pick_device
 from workers.rollout import Handout
 
 FIELDS = ("tokens", "response_mask", "old_logprobs", "exact", "group", "rewards", "precise", "truncated")
@@ -184,7 +184,7 @@ def missing() -> list[str]:
         free.bind(("127.0.0.1", 0))
         port = torch.tensor(free.getsockname()[1])
     dist.broadcast(port, 0)
-    leave()
+    dist.destroy_process_group()
     # The store of the first group still holds its addresses.
     os.environ |= {"MASTER_PORT": str(int(port)), "TORCHELASTIC_USE_AGENT_STORE": "False"}
     join(pick_device("cpu"), PATIENCE)
