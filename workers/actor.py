@@ -46,8 +46,10 @@ class ActorConfig:
         "Layers that are computed again in the backward pass instead of keeping their activations: none, selective "
         "(every other) or full.",
     )
-    reshard: bool = option(
-        True, "Free a layer's gathered weights after each use; false keeps them until the update is done."
+    reshard: bool | None = option(
+        None,
+        "Free a layer's gathered weights after each use instead of keeping them until the update is done; where it is "
+        "not said, if they are sharded over several processes, or frozen beside adapters.",
     )
     offload: list[str] = option(
         [],
@@ -72,6 +74,13 @@ class ActorConfig:
     def fuses(self, device: torch.device) -> bool:
         """Whether layers are compiled for `device`."""
         return device.type == "cuda" if self.compile is None else self.compile
+
+    def reshards(self, shards: int) -> bool:
+        """Whether a layer's weights, gathered from `shards` processes, are freed after each use.
+
+        One shard gathers from none: what it would free and make again are its own weights in the compute type.
+        """
+        return shards > 1 or self.lora.rank > 0 if self.reshard is None else self.reshard
 
 
 @dataclass
@@ -190,7 +199,7 @@ class ActorWorker(Worker):
             layout,
             fuse=config.fuses(layout.device),
             recompute=config.recompute,
-            reshard=config.reshard,
+            reshard=config.reshards(layout.shards),
             lora=config.lora,
         )
         self.parameters = list(self.policy.parameters())
@@ -299,7 +308,8 @@ class ActorWorker(Worker):
         # Each is put together while the device works on the one before.
         for micro in microbatches(batch, self.config.max_tokens_per_microbatch, self.group):
             micros.append(micro)
-            self.policy.expect_backward(reduce=micro.last, reshard=micro.last or self.config.reshard)
+            reshard = micro.last or self.config.reshards(self.layout.shards)
+            self.policy.expect_backward(reduce=micro.last, reshard=reshard)
 
             def part(logprobs: torch.Tensor, entropy: torch.Tensor, here: slice, micro: MicroBatch = micro):
                 total, parts = loss(logprobs, entropy, {name: field[here] for name, field in micro.fields.items()})

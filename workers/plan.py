@@ -215,7 +215,8 @@ def _logprobs(job: Job, w: Weights) -> Parts:
 def _gathered(job: Job, w: Weights) -> Parts:
     """Weights in the compute type: the embeddings all the time; of the layers the one at work and the next, or all."""
     layers = job.model.num_hidden_layers
-    return {"gathered": job.compute.itemsize * (w.root + w.layer * min(layers, 2 if job.actor.reshard else layers))}
+    at_once = min(layers, 2) if job.actor.reshards(job.shards) else layers
+    return {"gathered": job.compute.itemsize * (w.root + w.layer * at_once)}
 
 
 def _embedded_rollout(job: Job) -> int:

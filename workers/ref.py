@@ -23,8 +23,8 @@ class RefWorker(Worker):
         if actors is not None and config.lora.rank:
             self.policy = actors
         else:
-            fuse = config.fuses(layout.device)
-            self.policy = load_policy(model, layout, trains=False, fuse=fuse, reshard=config.reshard)
+            fuse, reshard = config.fuses(layout.device), config.reshards(layout.shards)
+            self.policy = load_policy(model, layout, trains=False, fuse=fuse, reshard=reshard)
         self.max_tokens, self.temperature = config.max_tokens_per_microbatch, temperature
         # The actor's own policy is the actor's to move.
         self.offloads = "reference" in config.offload and self.policy is not actors

@@ -16,6 +16,7 @@ from grpo.packing import pack
 from workers import actor as actor_module
 from workers.actor import ActorConfig, ActorWorker, clip_gradients, learning_rate, microbatches
 from workers.dispatch import WorkerGroup
+from workers.parallel import policy
 
 FIELDS = ("tokens", "response_mask", "rollout_logprobs", "advantages")
 
@@ -221,9 +222,9 @@ def test_the_update_does_not_depend_on_how_the_batch_was_cut(make_actor, monkeyp
     [
         {"recompute": "selective"},
         {"recompute": "full"},
-        {"reshard": False},
+        {"reshard": True},
         {"compile": True},
-        {"compile": True, "recompute": "full", "reshard": False},
+        {"compile": True, "recompute": "full", "reshard": True},
     ],
 )
 def test_how_it_is_computed_does_not_change_the_update(make_actor, settings, traced_alone):
@@ -251,6 +252,22 @@ def test_gradients_are_reduced_after_the_last_micro_batch_alone(make_actor):
     worker.update_minibatch(weighed(batch_of()))
     assert len(reduced) > 3
     assert reduced == [0] * (len(reduced) - 1) + [len(worker.parameters)]
+
+
+@pytest.mark.parametrize(("settings", "kept"), [({}, True), ({"reshard": True}, False)])
+def test_between_micro_batches_one_shard_keeps_gathered_weights_or_frees_them(make_actor, settings, kept, monkeypatch):
+    monkeypatch.setattr(policy, "SMALLEST_UNIT", 0)
+    worker, gathered = make_actor(max_tokens_per_microbatch=40, **settings), []
+
+    def look(*_):
+        weight = next(worker.policy.causal_lm.model.layers[0].parameters())
+        gathered.append(not isinstance(weight, DTensor))
+
+    worker.policy.register_forward_pre_hook(look)
+    worker.optimizer.register_step_pre_hook(look)
+    worker.update_minibatch(weighed(batch_of()))
+    assert len(gathered) > 3
+    assert gathered == [False] + [kept] * (len(gathered) - 2) + [False]
 
 
 def test_compiled_layers_take_batches_of_any_lengths_without_being_compiled_again(make_actor, traced_alone):

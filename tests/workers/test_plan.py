@@ -21,6 +21,7 @@ from workers import plan
 from workers.actor import ActorConfig
 from workers.parallel import attention, policy
 from workers.parallel.attention import Packing, packed_class, rotary_angles
+from workers.parallel.lora import LoraConfig
 from workers.parallel.policy import ModelConfig, load_policy
 from workers.plan import Job, Peaks, Weights, advice, most_memory_fraction, most_tokens, predict
 from workers.rollout import RolloutConfig
@@ -223,7 +224,7 @@ def wide(tmp_path, monkeypatch):
 def test_an_update_takes_what_is_predicted(kind, recompute, micros, wide, layout, as_on_cuda):
     model = wide(kind, layout, recompute=recompute)
     live = learn(model, micros)
-    actor = ActorConfig(max_tokens_per_microbatch=1024, recompute=recompute)
+    actor = ActorConfig(max_tokens_per_microbatch=1024, recompute=recompute, reshard=True)
     parts = predict(job_like(model.causal_lm.config, actor=actor, samples=8 * micros))["update"]
     assert working(parts) == pytest.approx(live.most, rel=0.1)
 
@@ -245,9 +246,23 @@ def test_logprobs_take_what_is_predicted(wide, layout, as_on_cuda):
     live = Live()
     with live, torch.no_grad():
         model(*packed(8, 128), 1.0, entropy=False)
-    actor = ActorConfig(max_tokens_per_microbatch=1024)
+    actor = ActorConfig(max_tokens_per_microbatch=1024, reshard=True)
     parts = predict(job_like(model.causal_lm.config, actor=actor, reference=True))["ref"]
     assert working(parts) == pytest.approx(live.most, rel=0.1)
+
+
+def test_where_it_is_not_said_one_shard_keeps_its_weights_in_the_compute_type_and_several_free_them():
+    config, adapters = qwen("1.5b"), LoraConfig(rank=8)
+    kept, freed = (ActorConfig(reshard=reshard) for reshard in (False, True))
+    for shards, said, unsaid in [
+        (1, kept, ActorConfig()),
+        (4, freed, ActorConfig()),
+        (1, freed, ActorConfig(lora=adapters)),
+    ]:
+        gathered = [
+            predict(job_like(config, actor=actor, shards=shards))["update"]["gathered"] for actor in (said, unsaid)
+        ]
+        assert gathered[0] == gathered[1]
 
 
 # known models
@@ -361,8 +376,8 @@ def test_a_phase_that_does_not_fit_is_named_with_what_is_enough():
 def test_where_nothing_is_enough_what_helps_is_named():
     sentences = {sentence.split()[0]: sentence for sentence in advice(on_h200("7b", 1, reference=True))}
     assert sentences.keys() == {"rollout", "update"}
-    less = "not enough alone, but less: actor.recompute=selective, actor.recompute=full, twice as many GPUs."
-    assert sentences["update"].endswith(less)
+    less = "actor.reshard=true, actor.recompute=selective, actor.recompute=full, twice as many GPUs."
+    assert sentences["update"].endswith(f"not enough alone, but less: {less}")
 
 
 # measured
