@@ -26,6 +26,7 @@ from workers.rollout import RolloutConfig, make_engine
 # Two engines that start at once on two slow cores import for minutes.
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
 
+ROOT = Path(__file__).parents[2]
 SIZES = {"hidden": 64, "layers": 2, "heads": 4, "kv_heads": 2, "feed_forward": 96}
 PROMPTS = [[5, 6, 7], [9], [20, 30, 40, 50, 60, 70, 80], [5, 6], [100, 3, 100, 3]]
 SAMPLING = Sampling(1.0, top_p=1.0, top_k=0, min_new_tokens=0, max_new_tokens=12, stop=(), seed=1)
@@ -230,6 +231,11 @@ def test_options_are_checked_by_name():
         RolloutConfig(engine="sglang", sglang={"tp_size": 2}).check(1, 1)
 
 
+def environment(**more: str) -> dict[str, str]:
+    """In which a process finds SGLang and this project."""
+    return os.environ | {"PYTHONPATH": f"{os.environ['PYTHONPATH']}:{ROOT}"} | more
+
+
 SCHEDULER = """
 import multiprocessing, sys, types
 from multiprocessing import resource_tracker
@@ -248,9 +254,8 @@ run_scheduler()
 
 def test_a_progress_bar_of_sglang_leaves_nothing_behind_where_it_is_killed(tmp_path):
     log = tmp_path / "log"
-    root = Path(__file__).parents[2]
-    environment = os.environ | {"GRPO_ENGINE_LOG": str(log), "PYTHONPATH": f"{os.environ['PYTHONPATH']}:{root}"}
-    subprocess.run([sys.executable, "-c", SCHEDULER], check=True, timeout=120, env=environment, cwd=root)
+    more = environment(GRPO_ENGINE_LOG=str(log))
+    subprocess.run([sys.executable, "-c", SCHEDULER], check=True, timeout=120, env=more, cwd=ROOT)
     assert "3/3" in log.read_text()
     assert "tracked by None" in log.read_text()
 
@@ -265,9 +270,8 @@ def torchrun(processes: int, probe: str, *arguments: object, timeout: float, che
         [*command, str(Path(__file__).with_name(probe)), *map(str, arguments)],
         check=check,
         timeout=timeout,
-        env=os.environ
-        | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{os.environ['PYTHONPATH']}:{Path(__file__).parents[2]}"},
-        cwd=Path(__file__).parents[2],
+        env=environment(OMP_NUM_THREADS="1"),
+        cwd=ROOT,
         capture_output=not check,
         text=True,
     )
@@ -312,6 +316,37 @@ def orphans(log: Path) -> list[int]:
         except OSError:
             continue
     return found
+
+
+def hang(*_, **__) -> None:
+    time.sleep(600)
+
+
+HANGING_START = """
+import sys
+from pathlib import Path
+import torch
+from tests.workers.test_sglang import hang
+from workers.engines import sglang_engine
+from workers.parallel.mesh import join, make_layout
+from workers.parallel.policy import ModelConfig
+from workers.rollout import RolloutConfig, make_engine
+
+folder, log = sys.argv[1:]
+sglang_engine.run_scheduler, sglang_engine.START_SECONDS = hang, 40
+device = torch.device("cpu")
+join(device, 60.0)
+config = RolloutConfig(engine="sglang", concurrent_samples=4)
+make_engine(ModelConfig(path=folder), config, make_layout(device, 1, 1), seed=0, log=Path(log))
+"""
+
+
+def test_a_start_that_hangs_ends_with_words_and_leaves_nothing(qwen3_untied, tmp_path):
+    command = [sys.executable, "-c", HANGING_START, str(qwen3_untied[1]), str(tmp_path / "log")]
+    ended = subprocess.run(command, timeout=120, env=environment(), cwd=ROOT, capture_output=True, text=True)
+    assert ended.returncode == 1
+    assert "SGLang's start did not answer within 40 s" in ended.stderr
+    assert orphans(tmp_path / "log") == []
 
 
 @pytest.mark.parametrize(("harm", "engine_size"), [("kill", 2), ("stop", 1)])

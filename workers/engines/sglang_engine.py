@@ -134,6 +134,7 @@ class SGLangEngine:
         self.names_agree = self.dead = False
         self.engine = None
         self.processes: list[Any] = []
+        self.others: set[Any] | None = None  # the children beside a start that is not over
         if layout.leads:
             self.log = log or Path(tempfile.mkstemp(prefix="sglang-", suffix=".log")[1])
             self._lead(model, config, seed)
@@ -214,11 +215,17 @@ class SGLangEngine:
             # What SGLang does when the trainer's process ends: its own would kill all children, whoever started them.
             shutdown = staticmethod(self.kill)
 
-        others = set(multiprocessing.active_children())
+        self.others = set(multiprocessing.active_children())
         try:
             self.engine = QuietEngine(**arguments)
         finally:
-            self.processes = [child for child in multiprocessing.active_children() if child not in others]
+            self._find_processes()
+            self.others = None
+
+    def _find_processes(self) -> None:
+        """Keep hold of the processes that the start made so far; when it is over, of what it made."""
+        if self.others is not None:
+            self.processes = [child for child in multiprocessing.active_children() if child not in self.others]
 
     # --- the engine's thread, and waiting for it -------------------------------------------------------------------
 
@@ -273,6 +280,7 @@ class SGLangEngine:
         watchdog = getattr(getattr(self.engine, "tokenizer_manager", None), "_subprocess_watchdog", None)
         if watchdog is not None:
             watchdog.stop()  # it would cry wolf
+        self._find_processes()
         for process in self.processes:
             process.kill()
         for process in self.processes:
