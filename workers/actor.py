@@ -194,12 +194,13 @@ class ActorWorker(Worker):
         super().__init__(layout, self.flops.cost)
         self.config, self.algorithm, self.temperature = config, algorithm, temperature
         self.total_updates = total_updates
+        self.reshards = config.reshards(layout.shards)
         self.policy = load_policy(
             model,
             layout,
             fuse=config.fuses(layout.device),
             recompute=config.recompute,
-            reshard=config.reshards(layout.shards),
+            reshard=self.reshards,
             lora=config.lora,
         )
         self.parameters = list(self.policy.parameters())
@@ -308,8 +309,7 @@ class ActorWorker(Worker):
         # Each is put together while the device works on the one before.
         for micro in microbatches(batch, self.config.max_tokens_per_microbatch, self.group):
             micros.append(micro)
-            reshard = micro.last or self.config.reshards(self.layout.shards)
-            self.policy.expect_backward(reduce=micro.last, reshard=reshard)
+            self.policy.expect_backward(reduce=micro.last, reshard=micro.last or self.reshards)
 
             def part(logprobs: torch.Tensor, entropy: torch.Tensor, here: slice, micro: MicroBatch = micro):
                 total, parts = loss(logprobs, entropy, {name: field[here] for name, field in micro.fields.items()})
