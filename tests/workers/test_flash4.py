@@ -1,7 +1,7 @@
 """FlashAttention 4's operator, with the arithmetic of its kernels done by torch: what it hands over and gives back."""
 
+import functools
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from examples.countdown import make_model
 from grpo.config import ConfigError
 from workers.parallel import flash4, policy
-from workers.parallel.attention import Packing, packed_attention
+from workers.parallel.attention import Packing, flash4_failure, packed_attention
 from workers.parallel.policy import ModelConfig, why_not_flash4
 
 LENGTHS = [7, 1, 12, 4]
@@ -76,13 +76,19 @@ def test_compiled_it_is_one_graph_for_all_lengths(kernels):
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
 
-    def layer(q, k, v, packing):
-        return 2 * by_flash4(q * 1.5, k, v.flip(0), packing)
+    def layer(hidden, position_embeddings, packing):
+        heads = (hidden * position_embeddings[0]).view(-1, 10, 8).split((6, 2, 2), dim=1)
+        return 2 * by_flash4(*heads, packing)
 
-    compiled = torch.compile(layer, dynamic=True, fullgraph=True, backend=counter)
-    for seed, lengths in enumerate([LENGTHS, [3, 9], [5, 20, 2, 2, 8]]):
-        for ours, expected in zip(run(compiled, lengths, seed), run(layer, lengths, seed), strict=True):
-            torch.testing.assert_close(ours, expected)
+    compiled = functools.partial(policy._for_any_length, torch.compile(layer, fullgraph=True, backend=counter))
+    for lengths in (LENGTHS, [3, 9], [5, 20, 2, 2, 8]):
+        packing, results = Packing.of(lengths, CPU), []
+        hidden, *angles = torch.randn(3, 1, sum(lengths), 80)
+        hidden.requires_grad_()
+        for forward in (compiled, layer):
+            out = forward(hidden, position_embeddings=tuple(angles), packing=packing)
+            results.append((out, *torch.autograd.grad(out.square().sum(), hidden)))
+        torch.testing.assert_close(*results)
     assert counter.frame_count == 1
 
 
@@ -105,17 +111,46 @@ def test_a_package_that_cannot_be_imported_is_a_reason_and_no_error(monkeypatch)
     flash4.why_not.cache_clear()
 
 
-def test_an_error_of_its_kernels_says_what_does_without_them(monkeypatch):
-    def fails(*_, **__):
-        raise RuntimeError("no ptxas")
+@pytest.fixture
+def failure():
+    """flash4_failure of small heads, tried anew each time."""
+    yield lambda: flash4_failure(CPU, torch.bfloat16, 6, 2, 8)
+    flash4_failure.cache_clear()
 
-    module = SimpleNamespace(_flash_attn_fwd=fails, _flash_attn_bwd=fails)
-    monkeypatch.setattr(flash4.importlib, "import_module", lambda name: module)
-    flash4.kernels.cache_clear()
-    with pytest.raises(RuntimeError, match="no ptxas") as caught:
-        run(by_flash4)
-    flash4.kernels.cache_clear()
-    assert "model.attention=torch" in caught.value.__notes__[0]
+
+def test_a_trial_says_nothing_of_kernels_that_are_right(kernels, failure):
+    assert failure() == ""
+
+
+def fails(*_, **__):
+    raise RuntimeError("no ptxas\nand many lines more")
+
+
+@pytest.mark.parametrize("broken", ["forward", "backward"])
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (lambda x: 1.1 * x, "are 10.0% away"),
+        (lambda x: x.index_fill(0, torch.tensor([302, 400]), 0.0), "% away"),
+        (lambda x: x * float("nan"), "nan% away"),
+        (fails, "kernels fail here (RuntimeError: no ptxas)"),
+    ],
+)
+def test_a_trial_tells_of_a_pass_that_is_wrong_or_fails(kernels, failure, monkeypatch, broken, spoil, reason):
+    forward, backward = flash4.kernels()
+    right = []
+
+    def forward_spoiled(*args, **given):
+        out, *others = forward(*args, **given)
+        right.append(out)
+        return spoil(out) if broken == "forward" else out, *others
+
+    def backward_spoiled(q, k, v, _, *args, **given):
+        grad_q, *others = backward(q, k, v, right[-1], *args, **given)
+        return spoil(grad_q) if broken == "backward" else grad_q, *others
+
+    monkeypatch.setattr(flash4, "kernels", lambda: (forward_spoiled, backward_spoiled))
+    assert reason in failure()
 
 
 @pytest.mark.parametrize(
@@ -126,10 +161,12 @@ def test_an_error_of_its_kernels_says_what_does_without_them(monkeypatch):
         ({"attention": "torch"}, 64, "model.attention=torch"),
         ({"dtype": "float32"}, 64, "float32"),
         ({}, 80, "80 wide"),
+        ({}, 128, "kernels fail"),
     ],
 )
 def test_it_is_chosen_where_it_can_be(monkeypatch, settings, width, reason):
     monkeypatch.setattr(policy, "why_not", lambda device: "")
+    monkeypatch.setattr(policy, "flash4_failure", lambda *_: reason)
     config = make_model("qwen2", heads=2, kv_heads=1, head_dim=width).config
     found = why_not_flash4(ModelConfig(**{"dtype": "bfloat16", **settings}), config, CPU)
     assert found == reason if not reason else reason in found

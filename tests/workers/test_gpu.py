@@ -182,14 +182,14 @@ def test_compiled_or_recomputed_an_update_is_the_same(kind, attention, models, l
 
 
 def test_compiled_layers_are_not_compiled_again_for_other_lengths(attention, models, layouts):
-    config = ActorConfig(max_tokens_per_microbatch=1024)
+    config = ActorConfig(max_tokens_per_microbatch=32768)
     model = ModelConfig(path=str(models / "qwen3"), dtype="bfloat16", attention=attention)
     actor = ActorWorker(model, config, AlgorithmConfig(), layouts["cuda"], 1.0, 10)
-    for seed in range(2):
-        actor.update(batch_of(12 + seed, seed))
+    # About 25,000 tokens: from 20,480 on Inductor would fuse the gradients of norms of this width, and not below.
+    actor.update(batch_of(120, seed=0))
     with torch._dynamo.config.patch(error_on_recompile=True):
-        for seed in range(2, 8):
-            actor.update(batch_of(12 + seed, seed))
+        for count in (1, 2, 14, 30, 90, 120):
+            actor.update(batch_of(count, seed=count))
 
 
 def test_what_is_offloaded_comes_back_while_the_device_computes(models, layouts):

@@ -9,6 +9,7 @@ no mask.
 import functools
 import inspect
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -39,7 +40,12 @@ class Packing:
     lengths: list[int]
     starts: torch.Tensor  # [sequences + 1] int32, cumulated lengths
     positions: torch.Tensor  # [T] int64, counted anew in each sequence
-    longest: int
+    span: torch.Tensor  # [longest], never read: a layer is compiled for tensors of any size, but anew for each number
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return self.span.shape[0]
 
     @classmethod
     def of(cls, lengths: list[int], device: torch.device) -> "Packing":
@@ -47,7 +53,8 @@ class Packing:
         starts = to_device(ends, device)
         total = sum(lengths)  # told to repeat_interleave, which would make the host wait for the device to count
         before = starts[:-1].repeat_interleave(starts.diff(), output_size=total)
-        return cls(lengths, starts.int(), torch.arange(total, device=device) - before, max(lengths))
+        positions = torch.arange(total, device=device) - before
+        return cls(lengths, starts.int(), positions, starts.new_empty(max(lengths)))
 
     @functools.cached_property
     def rectangles(self) -> list[Rectangle]:
@@ -136,6 +143,35 @@ def packed_attention(
             **_GROUPED,
         )
     return _attention_in_rectangles(q_TND, k_TMD, v_TMD, scaling, packing)
+
+
+@functools.cache
+def flash4_failure(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, width: int) -> str:
+    """What is wrong with FlashAttention 4 for such heads, as the end of a sentence; empty where nothing is.
+
+    Its kernels are compiled where they first run, by packages of many versions. A small run of them, forward and
+    backward beside torch in float32, says before a model is loaded what would end the first update or spoil all.
+    """
+    random = torch.Generator().manual_seed(0)
+    packing = Packing.of([300, 1, 77, 130], device)
+    counts = (heads, kv_heads, kv_heads, heads)
+    *inputs, slope = (torch.randn(508, count, width, generator=random).to(device, dtype) for count in counts)
+
+    def run(kind: torch.dtype, attend: Callable) -> list[torch.Tensor]:
+        leaves = [x.to(kind).requires_grad_() for x in inputs]
+        out = attend(*leaves)
+        return [x.detach().float() for x in (out, *torch.autograd.grad(out, leaves, slope.to(kind)))]
+
+    with torch.accelerator.device_index(device.index):
+        try:
+            found = run(dtype, lambda *qkv: flash4(*qkv, packing.starts, packing.longest, width**-0.5)[0])
+        except Exception as error:  # noqa: BLE001 - of any of the packages that take part
+            first = (str(error).strip() or "without words").splitlines()[0]
+            return f"FlashAttention 4's kernels fail here ({type(error).__name__}: {first[:200]})"
+        expected = run(torch.float32, lambda *qkv: packed_attention(*qkv, width**-0.5, packing))
+        # Rounding to bfloat16 alone makes about half a percent. Not max(): it may pass over a NaN.
+        distance = torch.stack([(x - y).norm() / y.norm() for x, y in zip(found, expected, strict=True)]).max().item()
+    return "" if distance < 0.02 else f"FlashAttention 4's results here are {distance:.1%} away from torch's"
 
 
 @torch.compiler.disable

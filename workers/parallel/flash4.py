@@ -32,20 +32,7 @@ def why_not(device: torch.device) -> str:
 def kernels() -> tuple[Callable, Callable]:
     """FlashAttention's forward and backward pass, imported at the first use, since that imports a compiler."""
     module = importlib.import_module("flash_attn.cute.interface")
-    return _noted(module._flash_attn_fwd), _noted(module._flash_attn_bwd)
-
-
-def _noted(function: Callable) -> Callable:
-    """`function`, whose errors say what does without it: its kernels are compiled where they first run."""
-
-    def run(*args, **kwargs):
-        try:
-            return function(*args, **kwargs)
-        except Exception as error:
-            error.add_note("This came up in FlashAttention 4; model.attention=torch does without it.")
-            raise
-
-    return run
+    return module._flash_attn_fwd, module._flash_attn_bwd
 
 
 def _packed(starts: torch.Tensor, longest: int, scaling: float) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
 from grpo.config import ConfigError, choose, option
-from workers.parallel.attention import Packing, packed_class, rotary_angles
+from workers.parallel.attention import Packing, flash4_failure, packed_class, rotary_angles
 from workers.parallel.flash4 import why_not
 from workers.parallel.flops import head_width
 from workers.parallel.logprobs import Head, Loss, head_logprobs, head_loss
@@ -29,6 +29,11 @@ from workers.parallel.tensor import split_over_tensor_mesh
 SUPPORTED = ("qwen2", "qwen3", "llama")
 ATTENTIONS = ("auto", "torch", "flash4")
 PREFIX = "causal_lm."
+ANY_LENGTH = {"triton.mix_order_reduction_non_strict_mode": True}
+"""For Inductor: a norm's gradients are fused however many tokens there are. Else it asks for at least 4096, among
+others, and compiles the layers again in the middle of a run for the first micro-batch with fewer
+(https://github.com/pytorch/pytorch/pull/171941)."""
+
 SMALLEST_UNIT = 1_000_000
 """Parameters from which on a layer is gathered alone: smaller ones cost more in collectives than they save."""
 
@@ -44,7 +49,7 @@ class ModelConfig:
     attention: str = option(
         "auto",
         "Attention of the trainer on CUDA: torch (its own), flash4 (FlashAttention 4, which SGLang's CUDA packages "
-        "bring) or auto (flash4 where it can be, else torch).",
+        "bring) or auto (flash4 where a trial at the start agrees with torch, else torch).",
     )
 
 
@@ -151,7 +156,8 @@ def load_policy(
         layer.self_attn.__class__ = packed_class(type(layer.self_attn), flash4)
         # The forward methods alone: FSDP's hooks stay outside.
         if fuse:
-            layer.forward = functools.partial(_for_any_length, torch.compile(layer.forward))
+            compiled = torch.compile(layer.forward, options=ANY_LENGTH)
+            layer.forward = functools.partial(_for_any_length, compiled)
         if recompute == "full" or (recompute == "selective" and index % 2):
             layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
         if sum(parameter.numel() for parameter in layer.parameters()) >= SMALLEST_UNIT:
@@ -174,7 +180,8 @@ def _for_any_length(
     """A compiled layer, told that it will see other numbers of tokens and sequences, and that nothing else changes."""
     for tensor in (hidden, *position_embeddings):
         torch._dynamo.maybe_mark_dynamic(tensor, 1)
-    torch._dynamo.maybe_mark_dynamic(packing.starts, 0)
+    for tensor in (packing.starts, packing.span):
+        torch._dynamo.maybe_mark_dynamic(tensor, 0)
     return compiled(hidden, position_embeddings=position_embeddings, packing=packing)
 
 
@@ -200,6 +207,9 @@ def why_not_flash4(config: ModelConfig, hf_config: transformers.PretrainedConfig
         reason = "the compute type is float32"
     if not reason and head_width(hf_config) not in (64, 128):
         reason = f"the model's heads are {head_width(hf_config)} wide, not 64 or 128"
+    if not reason:
+        heads, kv_heads = hf_config.num_attention_heads, hf_config.num_key_value_heads
+        reason = flash4_failure(device, compute_dtype(config, device), heads, kv_heads, head_width(hf_config))
     if reason and config.attention == "flash4":
         raise ConfigError(f"model.attention=flash4 cannot be: {reason}. Use auto or torch.")
     return reason
