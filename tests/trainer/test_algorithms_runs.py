@@ -237,6 +237,7 @@ def test_an_update_is_the_same_on_every_layout_as_the_command_says(preset, numbe
 
 def test_the_cuts_are_in_float32_whatever_attention_is_asked_for(start, monkeypatch, capsys):
     monkeypatch.setattr(workers.parallel.policy, "why_not", lambda device: "")  # as on a Hopper GPU
+    monkeypatch.setattr(workers.parallel.policy, "flash4_failure", lambda *_: "")
     monkeypatch.setattr(workers.parallel.policy, "head_width", lambda config: 64)
     start("prove", "run", "model.attention=flash4", "model.dtype=bfloat16")
     assert "All of it holds." in capsys.readouterr().out
