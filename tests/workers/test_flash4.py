@@ -161,15 +161,25 @@ def test_a_trial_tells_of_a_pass_that_is_wrong_or_fails(kernels, failure, monkey
         ({"attention": "torch"}, 64, "model.attention=torch"),
         ({"dtype": "float32"}, 64, "float32"),
         ({}, 80, "80 wide"),
-        ({}, 128, "kernels fail"),
     ],
 )
 def test_it_is_chosen_where_it_can_be(monkeypatch, settings, width, reason):
     monkeypatch.setattr(policy, "why_not", lambda device: "")
-    monkeypatch.setattr(policy, "flash4_failure", lambda *_: reason)
+    monkeypatch.setattr(policy, "flash4_failure", lambda *_: "")
     config = make_model("qwen2", heads=2, kv_heads=1, head_dim=width).config
     found = why_not_flash4(ModelConfig(**{"dtype": "bfloat16", **settings}), config, CPU)
     assert found == reason if not reason else reason in found
+
+
+def test_where_its_trial_fails_it_is_not_chosen_and_refused_where_it_was_asked_for(monkeypatch):
+    asked = []
+    monkeypatch.setattr(policy, "why_not", lambda device: "")
+    monkeypatch.setattr(policy, "flash4_failure", lambda *given: asked.append(given) or "its kernels fail")
+    config = make_model("qwen2", heads=4, kv_heads=2, head_dim=64).config
+    assert why_not_flash4(ModelConfig(dtype="bfloat16"), config, CPU) == "its kernels fail"
+    with pytest.raises(ConfigError, match=r"model\.attention=flash4 cannot be: its kernels fail\. Use auto or torch"):
+        why_not_flash4(ModelConfig(dtype="bfloat16", attention="flash4"), config, CPU)
+    assert asked == [(CPU, torch.bfloat16, 4, 2, 64)] * 2
 
 
 def test_a_name_that_is_no_choice_is_refused():
