@@ -185,7 +185,7 @@ def test_compiled_layers_are_not_compiled_again_for_other_lengths(attention, mod
     config = ActorConfig(max_tokens_per_microbatch=32768)
     model = ModelConfig(path=str(models / "qwen3"), dtype="bfloat16", attention=attention)
     actor = ActorWorker(model, config, AlgorithmConfig(), layouts["cuda"], 1.0, 10)
-    # About 25,000 tokens: from 20,480 on Inductor would fuse the gradients of norms of this width, and not below.
+    # 23,425 tokens: from 20,480 on Inductor would fuse the gradients of norms of this width, and not below.
     actor.update(batch_of(120, seed=0))
     with torch._dynamo.config.patch(error_on_recompile=True):
         for count in (1, 2, 14, 30, 90, 120):

@@ -154,8 +154,8 @@ def flash4_failure(device: torch.device, dtype: torch.dtype, heads: int, kv_head
     """
     random = torch.Generator().manual_seed(0)
     packing = Packing.of([300, 1, 77, 130], device)
-    counts = (heads, kv_heads, kv_heads, heads)
-    *inputs, slope = (torch.randn(508, count, width, generator=random).to(device, dtype) for count in counts)
+    shapes = [(sum(packing.lengths), count, width) for count in (heads, kv_heads, kv_heads, heads)]
+    *inputs, slope = (torch.randn(shape, generator=random).to(device, dtype) for shape in shapes)
 
     def run(kind: torch.dtype, attend: Callable) -> list[torch.Tensor]:
         leaves = [x.to(kind).requires_grad_() for x in inputs]

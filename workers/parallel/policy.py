@@ -202,14 +202,14 @@ def why_not_flash4(config: ModelConfig, hf_config: transformers.PretrainedConfig
     choose(config.attention, ATTENTIONS, "model.attention")
     if config.attention == "torch":
         return "model.attention=torch"
-    reason = why_not(device)
+    reason, width = why_not(device), head_width(hf_config)
     if not reason and compute_dtype(config, device) == torch.float32:
         reason = "the compute type is float32"
-    if not reason and head_width(hf_config) not in (64, 128):
-        reason = f"the model's heads are {head_width(hf_config)} wide, not 64 or 128"
+    if not reason and width not in (64, 128):
+        reason = f"the model's heads are {width} wide, not 64 or 128"
     if not reason:
         heads, kv_heads = hf_config.num_attention_heads, hf_config.num_key_value_heads
-        reason = flash4_failure(device, compute_dtype(config, device), heads, kv_heads, head_width(hf_config))
+        reason = flash4_failure(device, compute_dtype(config, device), heads, kv_heads, width)
     if reason and config.attention == "flash4":
         raise ConfigError(f"model.attention=flash4 cannot be: {reason}. Use auto or torch.")
     return reason
