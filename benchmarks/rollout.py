@@ -20,7 +20,7 @@ from grpo.algorithm import AlgorithmConfig
 from grpo.batch import jagged, make_batch
 from grpo.config import load, option
 from workers.actor import ActorConfig, ActorWorker
-from workers.parallel.mesh import join, leave, make_layout, pick_device
+from workers.parallel.mesh import join, leave, make_training_layout, pick_device
 from workers.parallel.policy import ModelConfig
 from workers.rollout import RolloutConfig, RolloutWorker, make_engine
 from workers.sharding import ShardingManager
@@ -49,7 +49,7 @@ def main() -> None:
         sglang=settings.options,
     )
     config.check(1, 1)
-    layout = make_layout(device, 1, 1)
+    layout = make_training_layout(device)
     begun = time.perf_counter()
     engine = make_engine(model, config, layout, seed=0)
     print(f"engine started in {time.perf_counter() - begun:.1f} s")

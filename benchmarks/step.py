@@ -27,7 +27,7 @@ from grpo.batch import jagged, lengths_of, make_batch
 from grpo.config import load, option
 from workers.actor import ActorConfig, ActorWorker
 from workers.engines.sglang_engine import SGLangEngine
-from workers.parallel.mesh import join, leave, make_layout, pick_device
+from workers.parallel.mesh import join, leave, make_inference_layout, make_training_layout, pick_device
 from workers.parallel.policy import ModelConfig
 from workers.rollout import RolloutConfig, RolloutWorker
 from workers.sharding import ShardingManager
@@ -72,10 +72,10 @@ def main() -> None:
         sglang=settings.options,
     )
     config.check(world, world)
-    engines = make_layout(device, 1, settings.engine_tp)
+    engines = make_inference_layout(device, settings.engine_tp)
     kind = {"forced": SGLangEngine, "lognormal": UnevenEngine}[settings.lengths]
-    engine = kind(model, config, engines, engines.part)
-    layout = make_layout(device, settings.actor.replicate, settings.actor.tensor_parallel)
+    engine = kind(model, config, engines, engines.dp_rank)
+    layout = make_training_layout(device, settings.actor.replicate, settings.actor.tensor_parallel)
     algorithm = AlgorithmConfig(prompts_per_step=settings.prompts, samples_per_prompt=settings.samples)
     actor = ActorWorker(model, settings.actor, algorithm, layout, 1.0, 100)
     worker = RolloutWorker(config, engine, engines, (), seed=0)

@@ -28,7 +28,7 @@ from grpo.algorithm import AlgorithmConfig
 from grpo.batch import jagged, make_batch
 from grpo.config import load, option
 from workers.actor import ActorConfig, ActorWorker
-from workers.parallel.mesh import join, leave, make_layout, pick_device
+from workers.parallel.mesh import join, leave, make_training_layout, pick_device
 from workers.parallel.policy import ModelConfig, compute_dtype, read_config
 from workers.plan import Job, gib, predict
 from workers.rollout import RolloutConfig
@@ -52,9 +52,9 @@ def main() -> None:
     device = pick_device(settings.device)
     join(device, 300.0)
     model = ModelConfig(path=make(settings.shape, Path(settings.folder), device), attention=settings.attention)
-    layout = make_layout(device, settings.actor.replicate, settings.actor.tensor_parallel)
+    layout = make_training_layout(device, settings.actor.replicate, settings.actor.tensor_parallel)
     actor = ActorWorker(model, settings.actor, AlgorithmConfig(), layout, 1.0, 10)
-    count = settings.samples or settings.tokens // settings.length * layout.parts
+    count = settings.samples or settings.tokens // settings.length * layout.dp_size
     works = [Work.of(settings, count, spread) for spread in dict.fromkeys((0.0, settings.spread))]
     for round_ in range(settings.rounds + 2):
         for work in works:
@@ -69,9 +69,9 @@ def main() -> None:
             settings.actor,
             RolloutConfig(engine="sglang"),
             fuse=settings.actor.fuses(device),
-            shards=layout.shards,
+            shards=layout.dp_shard,
             total=0,
-            samples=count // layout.parts,
+            samples=count // layout.dp_size,
             longest=max(max(work.lengths) for work in works),
             rows=0,
         )

@@ -27,7 +27,7 @@ from grpo.config import load, option
 from workers.actor import ActorConfig, ActorWorker
 from workers.engines.protocol import Bucket
 from workers.engines.sglang_engine import SGLangEngine
-from workers.parallel.mesh import join, leave, make_layout, pick_device
+from workers.parallel.mesh import join, leave, make_inference_layout, make_training_layout, pick_device
 from workers.parallel.policy import ModelConfig
 from workers.rollout import RolloutConfig, RolloutWorker, make_engine
 from workers.sharding import ShardingManager
@@ -117,11 +117,11 @@ def main() -> None:
         sglang=settings.options,
     )
     config.check(dist.get_world_size(), dist.get_world_size())
-    engines = make_layout(device, 1, settings.engine_tp)
+    engines = make_inference_layout(device, settings.engine_tp)
     begun = time.perf_counter()
     engine = make_engine(model, config, engines, seed=0)
     started = slowest(time.perf_counter() - begun)
-    layout = make_layout(device, 1, settings.actor_tp)
+    layout = make_training_layout(device, 1, settings.actor_tp)
     actor = ActorWorker(model, ActorConfig(), AlgorithmConfig(), layout, 1.0, 10)
     sharding = ShardingManager(actor, RolloutWorker(config, engine, engines, (), seed=0))
     prompts = None
@@ -145,7 +145,7 @@ def main() -> None:
     whole = sharding.gatherer.bytes
     if device.type == "cuda" and dist.get_world_size() > 1:
         rate = gather_bandwidth(device)
-        ranks = layout.shards * layout.slices
+        ranks = layout.dp_shard * layout.tp_size
         floor = whole * (ranks - 1) / ranks / rate
         console.print(
             f"all-gather {rate / 1e9:.0f} GB/s received a rank: {whole / 1e9:.2f} GB take {floor:.4f} s at best"

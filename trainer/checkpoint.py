@@ -56,7 +56,7 @@ class Checkpoints:
             shutil.rmtree(part, ignore_errors=True)
             part.mkdir(parents=True)
         dist.barrier()
-        actor.parked_optimizer.ready()
+        actor.optimizer_offload.wait()
         model, optimizer = get_state_dict(actor.policy, actor.optimizer, options=TRAINED)
         dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=part)
         torch.save(_random_states(), part / f"random-{dist.get_rank()}.pt")

@@ -23,7 +23,7 @@ from trainer.config import TrainConfig
 from trainer.report import read_metrics
 from trainer.trainer import Trainer
 from workers.actor import ActorWorker
-from workers.parallel.mesh import make_layout
+from workers.parallel.mesh import make_training_layout
 from workers.parallel.policy import check_layout, compute_dtype, read_config
 
 TOLERANCE = 1e-5
@@ -123,7 +123,7 @@ def one_update(
     """One update of the model at its start, on a random ragged batch that depends on the seed alone."""
     gc.collect()  # FSDP's modules refer to each other: the model before would stay beside this one
     torch._dynamo.reset()  # past a number of traces, torch goes on without compiling
-    layout = make_layout(device, replicate, tensor)
+    layout = make_training_layout(device, replicate, tensor)
     settings = dataclasses.replace(
         config.actor, replicate=replicate, tensor_parallel=tensor, max_tokens_per_microbatch=budget
     )

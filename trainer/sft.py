@@ -18,7 +18,7 @@ from trainer.config import SftConfig, sizes_table
 from trainer.tracking import Stopwatch, Tracker
 from workers.actor import ActorWorker
 from workers.dispatch import on_controller
-from workers.parallel.mesh import make_layout
+from workers.parallel.mesh import make_training_layout
 from workers.parallel.policy import read_tokenizer
 
 
@@ -63,7 +63,7 @@ def run_sft(config: SftConfig, device: torch.device, run_folder: Path) -> Path:
             (run_folder / "config.yaml").write_text(to_yaml(config))
             if resumed is None:
                 checkpoints.start_anew()
-        layout = make_layout(device, config.actor.replicate, config.actor.tensor_parallel)
+        layout = make_training_layout(device, config.actor.replicate, config.actor.tensor_parallel)
         actor = ActorWorker(config.model, config.actor, AlgorithmConfig(), layout, 1.0, config.steps)
         if resumed is not None:
             checkpoints.load(resumed, actor)

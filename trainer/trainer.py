@@ -30,7 +30,7 @@ from trainer.report import closing_table, read_metrics
 from trainer.tracking import Stopwatch, Tracker
 from workers.actor import ActorWorker
 from workers.dispatch import on_controller
-from workers.parallel.mesh import make_layout
+from workers.parallel.mesh import make_inference_layout, make_training_layout
 from workers.parallel.policy import ModelConfig, read_config, read_tokenizer, why_not_flash4
 from workers.plan import Parts, Peaks, advice, predict
 from workers.ref import RefWorker
@@ -55,13 +55,13 @@ class Trainer:
         self.step = 0 if resumed is None else self.checkpoints.progress(resumed)["step"]
         self.began_after = self.step
         on_controller(lambda: self._open_controller(resumed))
-        layout = make_layout(device, config.actor.replicate, config.actor.tensor_parallel)
+        layout = make_training_layout(device, config.actor.replicate, config.actor.tensor_parallel)
         # First of all, as it takes its share of the memory that it finds free; the prompts are shared out among the
         # engines, whatever the layout of the trained model.
-        engines = make_layout(device, 1, config.rollout.tensor_parallel)
-        log = run_folder / f"engine-{engines.part}.log"
+        engines = make_inference_layout(device, config.rollout.tensor_parallel)
+        log = run_folder / f"engine-{engines.dp_rank}.log"
         with self.watch("engine_start"):
-            engine = make_engine(config.model, config.rollout, engines, config.seed + engines.part, log)
+            engine = make_engine(config.model, config.rollout, engines, config.seed + engines.dp_rank, log)
         self.stack.callback(engine.shutdown)
         temperature = config.rollout.temperature
         self.actor = ActorWorker(

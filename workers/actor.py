@@ -1,24 +1,24 @@
 """The ActorWorker: holds the trained policy and its optimizer, computes log-probabilities, takes update steps."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from tensordict import TensorDict
-from torch.distributed.tensor import DTensor
 
 from grpo.advantages import weigh_tokens
 from grpo.algorithm import AlgorithmConfig
-from grpo.batch import jagged, lengths_of, make_batch, select
+from grpo.batch import jagged, make_batch, select
 from grpo.config import ConfigError, choose, option
 from grpo.losses import imitation_loss, policy_loss
-from grpo.packing import pack
 from workers.dispatch import Worker, WorkerGroup, dispatched
+from workers.microbatch import MicroBatch, microbatches
+from workers.offload import HostOffload
 from workers.parallel.flops import Flops, peak_of
 from workers.parallel.lora import LoraConfig
-from workers.parallel.mesh import Layout, to_device
+from workers.parallel.mesh import TrainingLayout
 from workers.parallel.policy import ModelConfig, Policy, load_policy, read_config
 
 SCHEDULES = ("constant", "linear", "cosine")
@@ -83,44 +83,6 @@ class ActorConfig:
         return shards > 1 or self.lora.rank > 0 if self.reshard is None else self.reshard
 
 
-@dataclass
-class MicroBatch:
-    """Samples side by side without padding, on the device: T tokens, N of them in responses."""
-
-    rows: list[int]
-    lengths: list[int]
-    tokens: torch.Tensor  # [T] int64
-    wanted: torch.Tensor  # [N] int64, where in T the response tokens stand
-    fields: dict[str, torch.Tensor]  # [N], of the response tokens; `owner`, int64, numbers the samples
-    last: bool  # of this rank's
-
-
-def microbatches(batch: TensorDict, max_tokens: int, group: WorkerGroup) -> Iterator[MicroBatch]:
-    """Cut this part's rows into packed micro-batches, as many on every part of `group`, the most costly first.
-
-    FSDP's collectives need every rank to make the same number of passes. A rank with fewer samples than passes
-    repeats its first one without response tokens, which adds nothing to any sum.
-    """
-    lengths = lengths_of(batch["tokens"])
-    plan, layout = pack(lengths, max_tokens, cost=group.cost), group.layout
-    count = torch.tensor(len(plan))
-    dist.all_reduce(count, op=dist.ReduceOp.MAX, group=layout.data_group)
-    if count > len(plan):
-        plan = pack(lengths, max_tokens, at_least=int(count), cost=group.cost)
-    # Not unbind, which for nested tensors is Python, row by row.
-    columns = {name: field.values().split(lengths) for name, field in batch.items() if field.is_nested}
-    for number, rows in enumerate(plan, 1):
-        used = rows or [0]
-        packed = {name: torch.cat([column[row] for row in used]) for name, column in columns.items()}
-        tokens, mask = packed.pop("tokens"), packed.pop("response_mask")
-        # Counted here, on the host: counting on the device would make it wait.
-        wanted = mask.nonzero()[:, 0] if rows else mask.new_zeros(0, dtype=torch.int64)
-        packed["owner"] = torch.arange(len(used)).repeat_interleave(torch.tensor([lengths[row] for row in used]))
-        fields = {name: to_device(field[wanted], layout.device) for name, field in packed.items()}
-        tokens, wanted = to_device(tokens, layout.device), to_device(wanted, layout.device)
-        yield MicroBatch(rows, [lengths[row] for row in used], tokens, wanted, fields, last=number == len(plan))
-
-
 def learning_rate(config: ActorConfig, update: int, total_updates: int) -> float:
     """The learning rate of update 0, 1, ...: a linear warm-up, then the schedule, at its end after the last update."""
     if update < config.warmup_updates:
@@ -133,51 +95,6 @@ def learning_rate(config: ActorConfig, update: int, total_updates: int) -> float
     return config.learning_rate * (1 - (1 - config.final_learning_rate) * progress)
 
 
-class Parked:
-    """Tensors that lie in the host's memory for a while; their storages on the device are empty meanwhile."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.waiting: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
-        self.hosts: dict[int, torch.UntypedStorage] = {}  # reused: to pin memory takes longer than to copy to it
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-
-    def park(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Move them to the host, unless they are there already."""
-        if self.waiting:
-            return
-        self.ready()
-        for tensor in tensors:
-            storage = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()
-            key = storage._cdata
-            if key not in self.hosts:
-                self.hosts[key] = torch.empty(
-                    storage.nbytes(), dtype=torch.uint8, pin_memory=self.stream is not None
-                ).untyped_storage()
-            self.hosts[key].copy_(storage, non_blocking=True)
-            self.waiting.append((storage, self.hosts[key]))
-        if self.stream is not None:
-            torch.cuda.current_stream().synchronize()
-        for storage, _ in self.waiting:
-            storage.resize_(0)
-
-    def restore(self) -> None:
-        """Begin to bring them back, beside what the device computes meanwhile; they can be used after `ready`."""
-        for storage, host in self.waiting:
-            storage.resize_(host.nbytes())
-        if self.stream is not None:
-            # What computes may still use memory that is theirs again now.
-            self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream):
-            for storage, host in self.waiting:
-                storage.copy_(host, non_blocking=True)
-        self.waiting = []
-
-    def ready(self) -> None:
-        """What the device computes from here on finds them back."""
-        if self.stream is not None:
-            torch.cuda.current_stream().wait_stream(self.stream)
-
-
 class ActorWorker(Worker):
     """The policy in training. `version` counts the steps whose samples it has learned from."""
 
@@ -186,7 +103,7 @@ class ActorWorker(Worker):
         model: ModelConfig,
         config: ActorConfig,
         algorithm: AlgorithmConfig,
-        layout: Layout,
+        layout: TrainingLayout,
         temperature: float,
         total_updates: int,
     ) -> None:
@@ -194,7 +111,7 @@ class ActorWorker(Worker):
         super().__init__(layout, self.flops.cost)
         self.config, self.algorithm, self.temperature = config, algorithm, temperature
         self.total_updates = total_updates
-        self.reshards = config.reshards(layout.shards)
+        self.reshards = config.reshards(layout.dp_shard)
         self.policy = load_policy(
             model,
             layout,
@@ -218,25 +135,25 @@ class ActorWorker(Worker):
         )
         self.updates = 0
         self.version = 0
-        self.parked_optimizer, self.parked_parameters = Parked(layout.device), Parked(layout.device)
+        self.optimizer_offload, self.parameters_offload = HostOffload(layout.device), HostOffload(layout.device)
         self.peak = peak_of(torch.cuda.get_device_name()) if layout.device.type == "cuda" else None
 
     def offload_optimizer(self) -> None:
         """Move AdamW's state into the host's memory, where actor.offload says so."""
         if "optimizer" in self.config.offload:
             states = (state for held in self.optimizer.state.values() for state in held.values() if state.ndim)
-            self.parked_optimizer.park(states)
+            self.optimizer_offload.offload(states)
 
     def offload_parameters(self) -> None:
         """Move the master weights into the host's memory, where actor.offload says so."""
         if "parameters" in self.config.offload:
-            self.parked_parameters.park(self.parameters)
+            self.parameters_offload.offload(self.parameters)
 
     def reload(self) -> None:
         """Bring back what was offloaded; AdamW's state comes while forward and backward passes run."""
-        self.parked_parameters.restore()
-        self.parked_parameters.ready()
-        self.parked_optimizer.restore()
+        self.parameters_offload.reload()
+        self.parameters_offload.wait()
+        self.optimizer_offload.reload()
 
     @dispatched("tokens", "response_mask")
     def compute_logprobs(self, batch: TensorDict, name: str = "old_logprobs") -> TensorDict:
@@ -301,7 +218,7 @@ class ActorWorker(Worker):
     def _step(self, batch: TensorDict, loss: Callable, whole_responses: bool = False) -> dict[str, float]:
         begun = time.perf_counter()
         tokens = batch["response_mask"].values().sum().double()
-        dist.all_reduce(tokens, group=self.layout.data_group)
+        dist.all_reduce(tokens, group=self.layout.sum_group)
         if not tokens:
             raise ValueError("The minibatch has no response tokens: nothing can be learned from it.")
         sums: dict[str, torch.Tensor] = {}
@@ -321,12 +238,12 @@ class ActorWorker(Worker):
             seen = (micro.tokens, micro.lengths, micro.wanted, self.temperature)
             total = part(*self.policy(*seen), slice(None)) if whole_responses else self.policy(*seen, loss=part)
             # FSDP averages gradients over the parts; the weights are those in the whole minibatch, so a sum is wanted.
-            (total * self.layout.parts).backward()
+            (total * self.layout.sum_size).backward()
         norm = clip_gradients(self.parameters, self.config.max_grad_norm, self.layout)
         rate = learning_rate(self.config, self.updates, self.total_updates)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        self.parked_optimizer.ready()
+        self.optimizer_offload.wait()
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.updates += 1
@@ -350,13 +267,13 @@ class ActorWorker(Worker):
         tokens = [sum(micro.lengths) for micro in micros if micro.rows]
         most = torch.tensor([sum(each), *each], dtype=torch.double)
         sums = torch.tensor([sum(each), sum(tokens) - min(tokens), len(tokens) - 1], dtype=torch.double)
-        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.layout.data_group)
-        dist.all_reduce(sums, group=self.layout.data_group)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.layout.sum_group)
+        dist.all_reduce(sums, group=self.layout.sum_group)
         work, full, count = sums.tolist()
         metrics = {
-            "perf/update_balance": work / self.layout.parts / float(most[0]),
+            "perf/update_balance": work / self.layout.sum_size / float(most[0]),
             # Ranks meet in every layer, so each micro-batch lasts as long as its largest.
-            "perf/update_bubble": 1 - work / self.layout.parts / float(most[1:].sum()),
+            "perf/update_bubble": 1 - work / self.layout.sum_size / float(most[1:].sum()),
         }
         if count:
             metrics["perf/packing"] = full / count / self.config.max_tokens_per_microbatch
@@ -368,7 +285,7 @@ class ActorWorker(Worker):
             names = [name for name in sums if name.endswith("max") == (op == dist.ReduceOp.MAX)]
             if names:
                 reduced = torch.stack([sums[name].double() for name in names])
-                dist.all_reduce(reduced, op=op, group=self.layout.data_group)
+                dist.all_reduce(reduced, op=op, group=self.layout.sum_group)
                 found += names
                 values.append(reduced / over)
         # Read at once, and last: to read them makes the host wait for the device.
@@ -396,16 +313,16 @@ def compute_logprobs(
 
 
 @torch.no_grad()
-def clip_gradients(parameters: list[torch.nn.Parameter], longest: float, layout: Layout) -> torch.Tensor:
+def clip_gradients(parameters: list[torch.nn.Parameter], longest: float, layout: TrainingLayout) -> torch.Tensor:
     """Scale the gradients down to the norm `longest` where they are longer; returns their norm before, a scalar.
 
     It is the norm of the whole gradient on every layout: what is replicated over the tensor mesh counts once.
     """
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     locals_ = [grad.to_local() for grad in grads]
-    on_tensor_mesh = layout.slices > 1
+    on_tensor_mesh = layout.tp_size > 1
     copies = [
-        float(layout.replicas * (layout.slices if on_tensor_mesh and grad.placements[-1].is_replicate() else 1))
+        float(layout.dp_replicate * (layout.tp_size if on_tensor_mesh and grad.placements[-1].is_replicate() else 1))
         for grad in grads
     ]
     # Scalars go along with the kernels: a tensor of them would make the device wait.

@@ -18,7 +18,7 @@ from tensordict import TensorDict
 from grpo.batch import concatenate, lengths_of, make_batch, select
 from grpo.config import ConfigError
 from grpo.packing import balance
-from workers.parallel.mesh import Layout
+from workers.parallel.mesh import InferenceLayout, TrainingLayout
 
 CONTROLLER = 0
 
@@ -29,10 +29,10 @@ class WorkerGroup:
     cost: of a row of so many tokens, which is what is balanced over the parts.
     """
 
-    def __init__(self, layout: Layout, cost: Callable[[int], float]) -> None:
+    def __init__(self, layout: TrainingLayout | InferenceLayout, cost: Callable[[int], float]) -> None:
         self.layout, self.cost = layout, cost
         self.rank = dist.get_rank()
-        mine = (layout.part, layout.leads)
+        mine = (layout.dp_rank, layout.tp_rank == 0)
         self.places: list[tuple[int, bool]] = [mine] * dist.get_world_size()
         if dist.get_world_size() > 1:
             dist.all_gather_object(self.places, mine)
@@ -46,8 +46,8 @@ class WorkerGroup:
         plan: list[list[int]] = []
         if self.rank == CONTROLLER:
             batch = TensorDict({name: batch[name] for name in fields if name in batch}, batch_size=batch.batch_size)
-            plan = balance([self.cost(length) for length in lengths_of(batch["tokens"])], self.layout.parts)
-            if self.layout.parts == 1 and len(self.places) == 1:
+            plan = balance([self.cost(length) for length in lengths_of(batch["tokens"])], self.layout.dp_size)
+            if self.layout.dp_size == 1 and len(self.places) == 1:
                 return batch, plan
             shards = [select(batch, rows) for rows in plan]
             for rank, (part, _) in enumerate(self.places):
@@ -68,7 +68,7 @@ class WorkerGroup:
     def gather(self, result: TensorDict | None, what: str) -> TensorDict | None:
         """On the controller the results of all leading ranks in the order of their field `row`, elsewhere None."""
         if self.rank != CONTROLLER:
-            if self.layout.leads:
+            if self.layout.tp_rank == 0:
                 _send(result, CONTROLLER)
             return None
         leaders = [rank for rank, (_, leads) in enumerate(self.places) if leads and rank != CONTROLLER]
@@ -83,12 +83,12 @@ class WorkerGroup:
     def collect(self, result: TensorDict, plan: list[list[int]], what: str) -> TensorDict | None:
         """On the controller the results of all parts in the order of the batch's rows, elsewhere None."""
         if self.rank != CONTROLLER:
-            if self.layout.leads:
+            if self.layout.tp_rank == 0:
                 _send(result, CONTROLLER)
             return None
-        if self.layout.parts == 1:
+        if self.layout.dp_size == 1:
             return result
-        results = [result] * self.layout.parts
+        results = [result] * self.layout.dp_size
         for rank, (part, leads) in enumerate(self.places):
             if leads and rank != CONTROLLER:
                 results[part] = _wait_for(rank, f"rank {rank} to finish {what}")
@@ -99,7 +99,7 @@ class WorkerGroup:
 class Worker:
     """A role in one process. `group` says where this process stands among those of the same role."""
 
-    def __init__(self, layout: Layout, cost: Callable[[int], float] = float) -> None:
+    def __init__(self, layout: TrainingLayout | InferenceLayout, cost: Callable[[int], float] = float) -> None:
         self.layout = layout
         self.group = WorkerGroup(layout, cost)
 

@@ -17,7 +17,7 @@ from grpo.config import ConfigError, choose, option
 from grpo.packing import balance
 from workers.dispatch import Worker
 from workers.engines.protocol import Engine, Response, Sampling
-from workers.parallel.mesh import Layout
+from workers.parallel.mesh import InferenceLayout
 from workers.parallel.policy import ModelConfig
 
 ENGINES = ("torch", "sglang")
@@ -94,7 +94,7 @@ class RolloutConfig:
 
 
 def make_engine(
-    model: ModelConfig, config: RolloutConfig, layout: Layout, seed: int, log: Path | None = None
+    model: ModelConfig, config: RolloutConfig, layout: InferenceLayout, seed: int, log: Path | None = None
 ) -> Engine:
     """The engine of `config` on the ranks of `layout`, asleep; `log` receives what it says."""
     if config.engine == "sglang":
@@ -135,7 +135,7 @@ class RolloutWorker(Worker):
         self,
         config: RolloutConfig,
         engine: Engine,
-        layout: Layout,
+        layout: InferenceLayout,
         stop: tuple[int, ...],
         seed: int,
         progress: Callable[[int, int, int], None] | None = None,
@@ -160,7 +160,7 @@ class RolloutWorker(Worker):
             prompts = make_batch({"tokens": prompts["tokens"], "rollout": number})
         prompts = self.group.share(prompts, ("tokens", "rollout"), what)
         answers, begun = None, time.perf_counter()
-        if self.layout.leads:
+        if self.layout.tp_rank == 0:
             # What the engines tell one another about this rollout, and no other.
             store = dist.PrefixStore(f"rollout-{int(prompts['rollout'][0])}", store)
             questions = [row.tolist() for row in prompts["tokens"].unbind()]
@@ -173,11 +173,11 @@ class RolloutWorker(Worker):
 
     def _waiting(self, seconds: float) -> dict[str, float]:
         """The share of the rollout in which the mean engine had nothing left to do, given this one's `seconds`."""
-        most = torch.tensor(seconds if self.layout.leads else 0.0, dtype=torch.double)
+        most = torch.tensor(seconds if self.layout.tp_rank == 0 else 0.0, dtype=torch.double)
         total = most.clone()
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
         dist.all_reduce(total)
-        return {"perf/rollout_bubble": 1 - float(total) / self.layout.parts / float(most)}
+        return {"perf/rollout_bubble": 1 - float(total) / self.layout.dp_size / float(most)}
 
     def _generate(
         self, prompts: list[list[int]], samples: int, temperature: float | None, store: dist.Store
@@ -191,14 +191,14 @@ class RolloutWorker(Worker):
             max_new_tokens=self.config.max_response_tokens,
             stop=self.stop,
             # A function of what is sampled alone, so that a resumed run samples what the unbroken one did.
-            seed=hash((self.seed, self.version, self.layout.part, samples)) % 2**31,
+            seed=hash((self.seed, self.version, self.layout.dp_rank, samples)) % 2**31,
         )
-        parts = self.layout.parts
+        parts = self.layout.dp_size
         shares = balance([len(prompt) for prompt in prompts], parts)
         if parts == 1 or self.engine.concurrent_samples is None:
-            mine = shares[self.layout.part]
+            mine = shares[self.layout.dp_rank]
         else:
-            mine = Handout(shares, self.layout.part, store)
+            mine = Handout(shares, self.layout.dp_rank, store)
         rows: list[tuple[int, list[int], Response]] = []
         for index, responses in self.engine.generate(((i, prompts[i]) for i in mine), samples, sampling):
             rows += [(index, prompts[index], response) for response in responses]

@@ -59,7 +59,7 @@ class ShardingManager:
         self.state = State.TRAINING
         self.release = "kv+weights" if config.release == "auto" else config.release
         # The engine begins asleep, with nothing kept: what that gave back is what it wants again.
-        self.weight_bytes = self.gatherer.bytes // rollout.layout.slices
+        self.weight_bytes = self.gatherer.bytes // rollout.layout.tp_size
         self.kv_bytes = max(0, self.engine.freed - self.weight_bytes)
         self.first_version: int | None = None  # of the actor, when the engine first served
         self.updates = 0

@@ -22,7 +22,7 @@ from grpo.batch import jagged, make_batch, select
 from workers.dispatch import Worker, dispatched
 from workers.parallel.gather import Gatherer
 from workers.parallel.logprobs import Head, head_logprobs, head_loss
-from workers.parallel.mesh import join, make_layout, pick_device
+from workers.parallel.mesh import join, make_training_layout, pick_device
 from workers.rollout import Handout
 
 FIELDS = ("tokens", "response_mask", "old_logprobs", "exact", "group", "rewards", "precise", "truncated")
@@ -72,8 +72,8 @@ class Echo(Worker):
         """All rows go to every rank; part p answers each row that it counts as its own twice, the last one first."""
         self.shared = self.group.share(batch, FIELDS, "Echo.some")
         answer = None
-        if self.layout.leads:
-            mine = list(range(self.layout.part, len(self.shared), self.layout.parts))[::-1]
+        if self.layout.tp_rank == 0:
+            mine = list(range(self.layout.dp_rank, len(self.shared), self.layout.dp_size))[::-1]
             rows = [row for row in mine for _ in range(2)]
             answer = select(self.shared, rows)
             answer["answer"] = torch.arange(2).repeat(len(mine))
@@ -82,7 +82,7 @@ class Echo(Worker):
 
     @dispatched("tokens")
     def part(self, batch):
-        return {"part": self.layout.part, "rows": len(batch)}
+        return {"part": self.layout.dp_rank, "rows": len(batch)}
 
     @dispatched("tokens")
     def silent(self, batch, who: int):
@@ -139,7 +139,7 @@ def transport() -> dict[int, dict]:
     """An echo on four parts, and on two parts of two peers each."""
     results = {}
     for slices in (1, 2):
-        worker = Echo(make_layout(pick_device("cpu"), 1, slices))
+        worker = Echo(make_training_layout(pick_device("cpu"), 1, slices))
         batch = every_dtype() if dist.get_rank() == 0 else None
         results[slices] = {"once": worker.back(batch), "given": worker.given}
         results[slices] |= {"twice": worker.some(batch), "shared": worker.shared, "part": worker.part(batch)}
@@ -150,14 +150,14 @@ def gathered() -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """Parameters whose rows no number of shards divides: as the Gatherer gives them, and as full_tensor does."""
     results = {}
     for slices in (1, 2):
-        layout = make_layout(pick_device("cpu"), 1, slices)
+        layout = make_training_layout(pick_device("cpu"), 1, slices)
         torch.manual_seed(0)
         # The last has fewer rows than there are four shards.
         model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Linear(6, 5), torch.nn.Linear(3, 2))
         if slices > 1:
             plan = {"0": ColwiseParallel(), "1": RowwiseParallel(), "2": ColwiseParallel()}
-            parallelize_module(model, layout.tensor, plan)
-        fully_shard(model, mesh=layout.data)
+            parallelize_module(model, layout.tp_mesh, plan)
+        fully_shard(model, mesh=layout.fsdp_mesh)
         parameters = dict(model.named_parameters())
         gatherer = Gatherer(parameters, layout, torch.float32, bucket_bytes=100)
         assert len(gatherer.plan) > 2
@@ -188,7 +188,7 @@ def missing() -> list[str]:
     # The store of the first group still holds its addresses.
     os.environ |= {"MASTER_PORT": str(int(port)), "TORCHELASTIC_USE_AGENT_STORE": "False"}
     join(pick_device("cpu"), PATIENCE)
-    worker = Echo(make_layout(pick_device("cpu"), 1, 1))
+    worker = Echo(make_training_layout(pick_device("cpu")))
     batch = every_dtype() if dist.get_rank() == 0 else None
     errors = []
     for silent in (1, 0):

@@ -13,7 +13,7 @@ import transformers
 
 from examples.countdown import make_model
 from workers.engines.protocol import Bucket, Engine, Response, Sampling
-from workers.parallel.mesh import Layout, join, make_layout, pick_device
+from workers.parallel.mesh import TrainingLayout, join, make_training_layout, pick_device
 from workers.parallel.policy import ModelConfig
 
 
@@ -35,12 +35,12 @@ def answers_of(engine: Engine, prompts: list, samples: int, sampling: Sampling) 
 
 
 @pytest.fixture(scope="module")
-def layout() -> Iterator[Layout]:
+def layout() -> Iterator[TrainingLayout]:
     """The layout of this process alone, in the process group that is there or in one of its own."""
     device, joined = pick_device("cpu"), dist.is_initialized()
     if not joined:
         join(device, 60.0)
-    yield make_layout(device, 1, 1)
+    yield make_training_layout(device)
     if not joined:
         dist.destroy_process_group()
 

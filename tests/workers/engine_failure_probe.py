@@ -18,7 +18,7 @@ import torch.distributed as dist
 from grpo.algorithm import AlgorithmConfig
 from grpo.batch import jagged, make_batch
 from workers.actor import ActorConfig, ActorWorker
-from workers.parallel.mesh import join, make_layout, pick_device
+from workers.parallel.mesh import join, make_training_layout, pick_device
 from workers.parallel.policy import ModelConfig
 from workers.rollout import RolloutConfig, RolloutWorker, make_engine
 from workers.sharding import ShardingManager
@@ -29,7 +29,11 @@ def main() -> None:
     device = pick_device("cpu")
     join(device, 300.0)
     rank = dist.get_rank()
-    model, layout, engines = ModelConfig(path=folder), make_layout(device, 1, 1), make_layout(device, 1, int(size))
+    model, layout, engines = (
+        ModelConfig(path=folder),
+        make_training_layout(device),
+        make_training_layout(device, 1, int(size)),
+    )
     config = RolloutConfig(
         engine="sglang",
         tensor_parallel=int(size),
@@ -49,7 +53,7 @@ def main() -> None:
 
     prompts = make_batch({"tokens": jagged([torch.tensor([5, 6, 7])] * 64)}) if rank == 0 else None
     with sharding.serving():
-        if engines.leads and engines.part == engines.parts - 1:
+        if engines.tp_rank == 0 and engines.dp_rank == engines.dp_size - 1:
             threading.Thread(target=hurt, daemon=True).start()
         sharding.rollout.generate(prompts, 4)
     print("finished without a failure", flush=True)

@@ -18,7 +18,7 @@ from grpo.algorithm import AlgorithmConfig
 from grpo.batch import jagged, lengths_of, make_batch, with_values
 from workers.actor import ActorConfig, ActorWorker
 from workers.engines.protocol import Bucket
-from workers.parallel.mesh import Layout, join, leave, make_layout, pick_device
+from workers.parallel.mesh import TrainingLayout, join, leave, make_inference_layout, make_training_layout, pick_device
 from workers.parallel.policy import ModelConfig
 from workers.rollout import RolloutConfig, RolloutWorker, make_engine
 from workers.sharding import ShardingManager
@@ -63,7 +63,9 @@ def learn(sharding: ShardingManager, samples) -> None:
     sharding.actor.update(samples)
 
 
-def two_rounds(model: ModelConfig, config: RolloutConfig, engine, engines: Layout, layout: Layout) -> dict:
+def two_rounds(
+    model: ModelConfig, config: RolloutConfig, engine, engines: TrainingLayout, layout: TrainingLayout
+) -> dict:
     controls = dist.get_rank() == 0
     actor = ActorWorker(model, ActorConfig(learning_rate=1e-3), AlgorithmConfig(), layout, TEMPERATURE, 10)
     sharding = ShardingManager(actor, RolloutWorker(config, engine, engines, (1,), seed=3))
@@ -103,14 +105,14 @@ def main() -> None:
             release="kv",
             sglang=options,
         )
-        engines = make_layout(device, 1, size)
-        engine = make_engine(model, config, engines, seed=engines.part)
+        engines = make_inference_layout(device, size)
+        engine = make_engine(model, config, engines, seed=engines.dp_rank)
         for cut in layouts.split(","):
             replicate, tensor = map(int, cut.split("-"))
-            layout = make_layout(device, replicate, tensor)
+            layout = make_training_layout(device, replicate, tensor)
             result = two_rounds(model, config, engine, engines, layout)
             if dist.get_rank() == 0:
-                torch.save(result, Path(out) / f"{layout.parts}-{tensor}-r{replicate}-e{size}.pt")
+                torch.save(result, Path(out) / f"{layout.dp_size}-{tensor}-r{replicate}-e{size}.pt")
         engine.shutdown()
     bystander = subprocess.Popen(["sleep", "60"])
     Path(out, f"bystander-{dist.get_rank()}").write_text(str(bystander.pid))

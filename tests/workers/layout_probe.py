@@ -19,7 +19,7 @@ from trainer.trainer import attach
 from workers.actor import ActorConfig, ActorWorker
 from workers.engines.torch_engine import TorchEngine
 from workers.parallel import policy
-from workers.parallel.mesh import Layout, join, leave, make_layout, pick_device
+from workers.parallel.mesh import TrainingLayout, join, leave, make_training_layout, pick_device
 from workers.parallel.policy import PREFIX, SMALLEST_UNIT, ModelConfig
 from workers.ref import RefWorker
 from workers.rollout import RolloutConfig, RolloutWorker
@@ -69,7 +69,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().full_tensor().clone()
 
 
-def step(kind: str, models: Path, layout: Layout, compiled: bool) -> dict[str, torch.Tensor]:
+def step(kind: str, models: Path, layout: TrainingLayout, compiled: bool) -> dict[str, torch.Tensor]:
     """Log-probabilities, one update, one sync, one rollout; what the controller knows of each.
 
     "graphs": how many torch.compile had traced by then, and where layers are compiled after two updates more.
@@ -96,7 +96,7 @@ def step(kind: str, models: Path, layout: Layout, compiled: bool) -> dict[str, t
     metrics = actor.update(batch)
 
     engine = TorchEngine(model, layout.device)
-    everyone = make_layout(layout.device, 1, 1)
+    everyone = make_training_layout(layout.device)
     rollout = RolloutWorker(RolloutConfig(max_response_tokens=12), engine, everyone, (1,), seed=3)
     sharding = ShardingManager(actor, rollout)
     prompts = make_batch({"tokens": jagged([torch.arange(2, 6 + i) for i in range(8)])}) if controls else None
@@ -143,7 +143,7 @@ def main() -> None:
     torch._dynamo.config.fail_on_recompile_limit_hit = True
     for cut in sys.argv[3:]:
         replicate, tensor, *compiled = cut.split(",")
-        layout = make_layout(device, int(replicate), int(tensor))
+        layout = make_training_layout(device, int(replicate), int(tensor))
         for folder in sorted((models / "policy").iterdir()):
             torch._dynamo.reset()
             torch._dynamo.utils.counters.clear()
@@ -151,7 +151,7 @@ def main() -> None:
                 continue
             result = step(folder.name, models, layout, bool(compiled))
             if dist.get_rank() == 0:
-                name = "-".join([folder.name, str(layout.parts), tensor, f"r{replicate}", *compiled])
+                name = "-".join([folder.name, str(layout.dp_size), tensor, f"r{replicate}", *compiled])
                 torch.save(result, out / f"{name}.pt")
     leave()
 

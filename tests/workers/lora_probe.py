@@ -18,7 +18,7 @@ from workers.actor import ActorConfig, ActorWorker
 from workers.engines.torch_engine import TorchEngine
 from workers.parallel import policy
 from workers.parallel.lora import LoraConfig, adapters_of
-from workers.parallel.mesh import Layout, join, leave, make_layout, pick_device
+from workers.parallel.mesh import TrainingLayout, join, leave, make_training_layout, pick_device
 from workers.parallel.policy import ModelConfig
 from workers.ref import RefWorker
 from workers.rollout import RolloutConfig, RolloutWorker
@@ -28,7 +28,7 @@ from workers.sharding import ShardingManager
 LORA = LoraConfig(rank=3, alpha=6.0)
 
 
-def make_workers(model: ModelConfig, layout: Layout, lora: LoraConfig = LORA, minibatches: int = 2, **settings):
+def make_workers(model: ModelConfig, layout: TrainingLayout, lora: LoraConfig = LORA, minibatches: int = 2, **settings):
     """An actor and the reference it shares its weights with."""
     algorithm = AlgorithmConfig(minibatches_per_step=minibatches, aggregate="token_mean", kl_coefficient=0.1)
     # 128 tokens a micro-batch make several passes.
@@ -52,7 +52,7 @@ def whole(actor: ActorWorker) -> tuple[dict[str, torch.Tensor], dict[str, dict[s
     }
 
 
-def step(model: ModelConfig, layout: Layout, engine_dtype: str = "float32") -> dict:
+def step(model: ModelConfig, layout: TrainingLayout, engine_dtype: str = "float32") -> dict:
     """What the controller knows of a reference before and after two updates of the actor, and of the engine then."""
     controls = dist.get_rank() == 0
     actor, reference = make_workers(model, layout)
@@ -68,7 +68,7 @@ def step(model: ModelConfig, layout: Layout, engine_dtype: str = "float32") -> d
     means = [actor.optimizer.state[p]["exp_avg"].full_tensor() for p in actor.parameters if p.requires_grad]
 
     engine = TorchEngine(ModelConfig(path=model.path, dtype=engine_dtype), layout.device)
-    rollout = RolloutWorker(RolloutConfig(max_response_tokens=12), engine, make_layout(layout.device, 1, 1), (1,), 3)
+    rollout = RolloutWorker(RolloutConfig(max_response_tokens=12), engine, make_training_layout(layout.device), (1,), 3)
     sharding = ShardingManager(actor, rollout, reference)
     prompts = make_batch({"tokens": jagged([torch.arange(2, 6 + i) for i in range(8)])}) if controls else None
     with sharding.serving():
@@ -102,7 +102,7 @@ def main() -> None:
     join(device, 120.0)
     policy.SMALLEST_UNIT = 0  # the layers are gathered one by one, as large ones are
     for replicate in sys.argv[3:]:
-        result = step(ModelConfig(path=sys.argv[1]), make_layout(device, int(replicate), 1))
+        result = step(ModelConfig(path=sys.argv[1]), make_training_layout(device, int(replicate), 1))
         if dist.get_rank() == 0:
             torch.save(result, Path(sys.argv[2]) / f"{replicate}.pt")
     leave()

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from workers.parallel import policy
-from workers.parallel.mesh import Layout, join, leave, make_layout, pick_device
+from workers.parallel.mesh import TrainingLayout, join, leave, make_training_layout, pick_device
 from workers.parallel.policy import ModelConfig, load_policy
 
 
@@ -22,7 +22,7 @@ def local(parameter: torch.Tensor) -> int:
     return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).numel()
 
 
-def counts(folder: Path, layout: Layout) -> dict[str, int]:
+def counts(folder: Path, layout: TrainingLayout) -> dict[str, int]:
     """Parameters of this rank: held, and while all are gathered those of a layer and of what is left."""
     model = load_policy(ModelConfig(path=str(folder)), layout)
     held = sum(local(parameter) for parameter in model.parameters())
@@ -41,7 +41,7 @@ def main() -> None:
     join(device, 120.0)
     policy.SMALLEST_UNIT = 0
     for tensor in map(int, sys.argv[3:]):
-        layout = make_layout(device, 1, tensor)
+        layout = make_training_layout(device, 1, tensor)
         for folder in sorted(models.iterdir()):
             if folder.name.endswith("odd") and tensor > 1:
                 continue

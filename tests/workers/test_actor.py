@@ -14,8 +14,10 @@ from grpo.batch import jagged, lengths_of, make_batch
 from grpo.config import ConfigError
 from grpo.packing import pack
 from workers import actor as actor_module
-from workers.actor import ActorConfig, ActorWorker, clip_gradients, learning_rate, microbatches
+from workers import microbatch as microbatch_module
+from workers.actor import ActorConfig, ActorWorker, clip_gradients, learning_rate
 from workers.dispatch import WorkerGroup
+from workers.microbatch import microbatches
 from workers.parallel import policy
 
 FIELDS = ("tokens", "response_mask", "rollout_logprobs", "advantages")
@@ -205,7 +207,7 @@ def test_the_update_does_not_depend_on_how_the_batch_was_cut(make_actor, monkeyp
     for budget, surplus in ((1000, 0), (45, 0), (20, 0), (1000, 14)):
         with monkeypatch.context() as patch:
             if surplus:
-                patch.setattr(actor_module, "pack", lambda lengths, most, **_: pack(lengths, most, at_least=14))
+                patch.setattr(microbatch_module, "pack", lambda lengths, most, **_: pack(lengths, most, at_least=14))
             worker = make_actor(AlgorithmConfig(entropy_coefficient=0.1), max_tokens_per_microbatch=budget)
             before = weights_of(worker)
             metrics = {n: value for n, value in worker.update(batch_of()).items() if not n.startswith("perf/")}

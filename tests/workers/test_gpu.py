@@ -17,7 +17,7 @@ from workers.parallel import logprobs as logprobs_module
 from workers.parallel.attention import Packing, packed_attention
 from workers.parallel.flash4 import why_not
 from workers.parallel.logprobs import Head, head_logprobs, head_loss
-from workers.parallel.mesh import join, make_layout, pick_device
+from workers.parallel.mesh import join, make_training_layout, pick_device
 from workers.parallel.policy import ModelConfig, load_policy
 from workers.rollout import RolloutConfig, RolloutWorker
 from workers.sharding import ShardingManager
@@ -43,7 +43,7 @@ def layouts():
     if dist.is_initialized():  # by the CPU tests of the same session, over gloo alone
         dist.destroy_process_group()
     join(device, 120.0)
-    yield {"cuda": make_layout(device, 1, 1), "cpu": make_layout(torch.device("cpu"), 1, 1)}
+    yield {"cuda": make_training_layout(device), "cpu": make_training_layout(torch.device("cpu"))}
     dist.destroy_process_group()
 
 

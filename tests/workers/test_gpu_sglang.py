@@ -17,7 +17,7 @@ from grpo.algorithm import AlgorithmConfig
 from grpo.batch import jagged, make_batch
 from tests.workers.engine_probe import PROMPTS
 from workers.actor import ActorConfig, ActorWorker
-from workers.parallel.mesh import join, make_layout, pick_device
+from workers.parallel.mesh import join, make_training_layout, pick_device
 from workers.parallel.policy import ModelConfig
 from workers.rollout import RolloutConfig, RolloutWorker, make_engine
 from workers.sharding import ShardingManager
@@ -75,7 +75,7 @@ def test_memory_that_is_short_at_wake_up_is_said_with_a_table_and_a_dead_engine_
     if dist.is_initialized():
         dist.destroy_process_group()
     join(device, 120.0)
-    layout, model = make_layout(device, 1, 1), ModelConfig(path=str(folder / "model"))
+    layout, model = make_training_layout(device), ModelConfig(path=str(folder / "model"))
     free_before = torch.cuda.mem_get_info()[0]
     config = RolloutConfig(
         engine="sglang",

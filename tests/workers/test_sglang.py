@@ -328,7 +328,7 @@ from pathlib import Path
 import torch
 from tests.workers.test_sglang import hang
 from workers.engines import sglang_engine
-from workers.parallel.mesh import join, make_layout
+from workers.parallel.mesh import join, make_training_layout
 from workers.parallel.policy import ModelConfig
 from workers.rollout import RolloutConfig, make_engine
 
@@ -337,7 +337,7 @@ sglang_engine.run_scheduler, sglang_engine.START_SECONDS = hang, 40
 device = torch.device("cpu")
 join(device, 60.0)
 config = RolloutConfig(engine="sglang", concurrent_samples=4)
-make_engine(ModelConfig(path=folder), config, make_layout(device, 1, 1), seed=0, log=Path(log))
+make_engine(ModelConfig(path=folder), config, make_training_layout(device), seed=0, log=Path(log))
 """
 
 

@@ -51,7 +51,7 @@ from workers.engines.sglang_hooks import (
     run_scheduler,
     tell_names,
 )
-from workers.parallel.mesh import Layout
+from workers.parallel.mesh import InferenceLayout
 from workers.parallel.policy import ModelConfig, compute_dtype, local_folder, read_config
 from workers.rollout import RolloutConfig
 
@@ -111,7 +111,7 @@ class SGLangEngine:
     """
 
     def __init__(
-        self, model: ModelConfig, config: RolloutConfig, layout: Layout, seed: int, log: Path | None = None
+        self, model: ModelConfig, config: RolloutConfig, layout: InferenceLayout, seed: int, log: Path | None = None
     ) -> None:
         self.layout, self.stall_seconds = layout, config.stall_seconds
         self.concurrent_samples = config.concurrent_samples
@@ -124,7 +124,7 @@ class SGLangEngine:
         self.awake = False
         self.freed = 0
         self.deterministic = bool(config.sglang.get("enable_deterministic_inference"))
-        self.group = layout.tensor.get_group() if layout.slices > 1 else None
+        self.group = layout.tp_group
         if layout.device.type == "cpu":
             # An engine's processes take tensors of the host from ranks that have the key they were started with, and
             # a rank keeps the one it first shared a tensor with.
@@ -135,7 +135,7 @@ class SGLangEngine:
         self.engine = None
         self.processes: list[Any] = []
         self.others: set[Any] | None = None  # the children beside a start that is not over
-        if layout.leads:
+        if layout.tp_rank == 0:
             self.log = log or Path(tempfile.mkstemp(prefix="sglang-", suffix=".log")[1])
             self._lead(model, config, seed)
         else:
@@ -170,7 +170,7 @@ class SGLangEngine:
             "skip_tokenizer_init": True,
             "device": layout.device.type,
             "dtype": str(self.dtype).removeprefix("torch."),
-            "tp_size": layout.slices,
+            "tp_size": layout.tp_size,
             "random_seed": seed,
             "mem_fraction_static": config.memory_fraction,
             "enable_custom_logit_processor": config.min_response_tokens > 0,
@@ -188,10 +188,10 @@ class SGLangEngine:
         if not cuda:
             # Compiling a kernel on the first request would take longer than all requests of a tiny model.
             environment["TORCHDYNAMO_DISABLE"] = "1"
-        if not cuda and layout.slices > 1 and "SGLANG_CPU_OMP_THREADS_BIND" not in os.environ:
+        if not cuda and layout.tp_size > 1 and "SGLANG_CPU_OMP_THREADS_BIND" not in os.environ:
             cores = sorted(os.sched_getaffinity(0))
             environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(
-                str(cores[slice_ % len(cores)]) for slice_ in range(layout.slices)
+                str(cores[slice_ % len(cores)]) for slice_ in range(layout.tp_size)
             )
         with _environment(environment), _no_main_module():
             self._ask("start", lambda: self._start(arguments), START_SECONDS)
@@ -416,7 +416,7 @@ class SGLangEngine:
         payload = MultiprocessingSerializer.serialize(content)
         payloads = [payload]
         if self.group is not None:
-            payloads = [b""] * self.layout.slices if self.layout.leads else None
+            payloads = [b""] * self.layout.tp_size if self.layout.tp_rank == 0 else None
             dist.gather_object(payload, payloads, group=self.group, group_dst=0)
         if self.engine is not None:
             request = UpdateWeightsFromTensorReqInput(

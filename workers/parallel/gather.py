@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from workers.engines.protocol import Bucket
 from workers.parallel.lora import Adapter
-from workers.parallel.mesh import Layout
+from workers.parallel.mesh import TrainingLayout
 
 
 @dataclass(frozen=True)
@@ -41,15 +41,15 @@ class Gatherer:
     def __init__(
         self,
         parameters: Mapping[str, torch.nn.Parameter],
-        layout: Layout,
+        layout: TrainingLayout,
         dtype: torch.dtype,
         bucket_bytes: int,
         adapters: Mapping[str, Adapter] | None = None,
     ) -> None:
         self.parameters, self.layout, self.dtype, self.adapters = parameters, layout, dtype, adapters or {}
-        self.ranks = layout.shards * layout.slices
+        self.ranks = layout.dp_shard * layout.tp_size
         self.place = dist.get_rank() % self.ranks
-        self.group = layout.plane
+        self.group = layout.replica_group
         self.shapes = {name: parameter.shape for name, parameter in parameters.items()}
         self.plan: list[list[_Cut]] = [[]]
         size = 0
@@ -66,11 +66,11 @@ class Gatherer:
 
     def _cut(self, name: str, parameter: torch.nn.Parameter) -> _Cut:
         last = parameter.placements[-1]
-        dim = last.dim if self.layout.slices > 1 and isinstance(last, Shard) else None
+        dim = last.dim if self.layout.tp_size > 1 and isinstance(last, Shard) else None
         shape = list(parameter.shape)
         if dim is not None:
-            shape[dim] //= self.layout.slices
-        return _Cut(name, parameter.shape, -(-shape[0] // self.layout.shards), torch.Size(shape[1:]).numel(), dim)
+            shape[dim] //= self.layout.tp_size
+        return _Cut(name, parameter.shape, -(-shape[0] // self.layout.dp_shard), torch.Size(shape[1:]).numel(), dim)
 
     def buckets(self) -> Iterator[Bucket]:
         """All weights, each once; every rank must take part. A bucket is good until the next one is asked for."""
@@ -116,7 +116,7 @@ class Gatherer:
         """Copy what was gathered to where it belongs in the tensors of `whole`."""
         pieces = self._rows(cuts, received).split([cut.rows * cut.columns for cut in cuts], dim=1)
         sources, targets = [], []
-        shards, slices = self.layout.shards, self.layout.slices
+        shards, slices = self.layout.dp_shard, self.layout.tp_size
         for cut, piece, target in zip(cuts, pieces, whole, strict=True):
             # [shard, slice, rows, columns]: shards are next to each other inside a slice of the tensor mesh.
             piece = piece.unflatten(0, (shards, slices)).unflatten(2, (cut.rows, cut.columns))

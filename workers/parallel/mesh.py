@@ -1,4 +1,4 @@
-"""Owns the processes: joining them, and the (replicate, shard, tensor) mesh that every layout is cut from."""
+"""Owns the processes: joining them, and how they are laid out for training and for inference."""
 
 import os
 import time
@@ -35,6 +35,11 @@ def pick_device(device: str) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
+def is_controller() -> bool:
+    """Whether this process is rank 0, which holds the data and the record of the run; good before `join` too."""
+    return int(os.environ.get("RANK", 0)) == 0
+
+
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A CPU tensor on `device`, in its turn: copied from memory that is not pinned, the host waits for that turn."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
@@ -65,28 +70,42 @@ def leave() -> None:
 
 
 @dataclass(frozen=True)
-class Layout:
-    """How the processes are cut: `replicas` copies of `shards` shards of `slices` tensor-parallel slices of a model.
+class TrainingLayout:
+    """How the processes hold the trained model: a mesh of dp_replicate x dp_shard x tp ranks.
 
-    A batch is split into `parts` = replicas x shards; this process works on `part`, and of the peers that work
-    on the same one it is the one that `leads` where it answers for them.
+    Two questions have an answer each. Whose rows: a batch is split into dp_size shares, and this process works on that
+    of dp_rank, as its tensor-parallel peers do. Over whom sums go: what is summed over tokens, losses and gradients
+    among it, is summed over `sum_group`, whose sum_size ranks see other tokens but hold the same part of each weight.
     """
 
     device: torch.device
-    mesh: DeviceMesh  # (replicate, shard, tensor)
-    replicas: int
-    shards: int
-    slices: int
-    part: int
-    leads: bool
-    tensor: DeviceMesh
-    data: DeviceMesh  # what FSDP shards, and where there are replicas replicates, over
-    data_group: dist.ProcessGroup  # one process of each part: they see other rows, but the same slice of weights
-    plane: dist.ProcessGroup  # the shards x slices processes that hold one replica of the model together
+    mesh: DeviceMesh  # (dp_replicate, dp_shard, tp)
+    dp_replicate: int  # copies of the sharded model
+    dp_shard: int
+    dp_rank: int
+    dp_size: int
+    tp_rank: int
+    tp_size: int
+    fsdp_mesh: DeviceMesh  # what FSDP shards, and where there are copies replicates, over
+    tp_mesh: DeviceMesh
+    sum_group: dist.ProcessGroup
+    sum_size: int
+    replica_group: dist.ProcessGroup  # the dp_shard x tp ranks that hold one copy of the model together
 
-    @property
-    def parts(self) -> int:
-        return self.replicas * self.shards
+
+@dataclass(frozen=True)
+class InferenceLayout:
+    """How the processes share engines: dp_size of them, each on tp_size ranks of one machine, of which tp_rank 0 leads.
+
+    This process belongs to engine dp_rank.
+    """
+
+    device: torch.device
+    dp_rank: int
+    dp_size: int
+    tp_rank: int
+    tp_size: int
+    tp_group: dist.ProcessGroup | None  # the ranks of this engine, where it has several
 
 
 def count_shards(world: int, replicate: int, tensor: int) -> int:
@@ -99,29 +118,42 @@ def count_shards(world: int, replicate: int, tensor: int) -> int:
     return world // (replicate * tensor)
 
 
-def make_layout(device: torch.device, replicate: int, tensor: int) -> Layout:
-    """Lay all processes out as (replicate, shard, tensor), tensor-parallel peers side by side.
+def make_training_layout(device: torch.device, replicate: int = 1, tensor: int = 1) -> TrainingLayout:
+    """Lay all processes out for training, tensor-parallel peers side by side.
 
     Raises ConfigError where replicate x tensor does not divide their number.
     """
-    world = dist.get_world_size()
+    rank, world = dist.get_rank(), dist.get_world_size()
     shards = count_shards(world, replicate, tensor)
-    mesh = init_device_mesh(device.type, (replicate, shards, tensor), mesh_dim_names=("replicate", "shard", "tensor"))
-    part, peer = divmod(dist.get_rank(), tensor)
-    groups = [dist.new_group(list(range(first, world, tensor))) for first in range(tensor)]
-    size = shards * tensor
-    planes = [dist.new_group(list(range(first, first + size))) for first in range(0, world, size)]
-    data = mesh["replicate", "shard"] if replicate > 1 else mesh["shard"]
-    return Layout(
+    names = ("dp_replicate", "dp_shard", "tp")
+    mesh = init_device_mesh(device.type, (replicate, shards, tensor), mesh_dim_names=names)
+    dp_rank, tp_rank = divmod(rank, tensor)
+    sum_groups = [dist.new_group(list(range(first, world, tensor))) for first in range(tensor)]
+    replica_groups = _groups_of(shards * tensor)
+    return TrainingLayout(
         device,
         mesh,
-        replicate,
-        shards,
-        tensor,
-        part,
-        leads=peer == 0,
-        tensor=mesh["tensor"],
-        data=data,
-        data_group=groups[peer],
-        plane=planes[dist.get_rank() // size],
+        dp_replicate=replicate,
+        dp_shard=shards,
+        dp_rank=dp_rank,
+        dp_size=replicate * shards,
+        tp_rank=tp_rank,
+        tp_size=tensor,
+        fsdp_mesh=mesh["dp_replicate", "dp_shard"] if replicate > 1 else mesh["dp_shard"],
+        tp_mesh=mesh["tp"],
+        sum_group=sum_groups[tp_rank],
+        sum_size=replicate * shards,
+        replica_group=replica_groups[rank // (shards * tensor)],
     )
+
+
+def make_inference_layout(device: torch.device, tensor: int = 1) -> InferenceLayout:
+    """Lay all processes out for engines of `tensor` ranks each, which must divide their number."""
+    dp_rank, tp_rank = divmod(dist.get_rank(), tensor)
+    group = _groups_of(tensor)[dp_rank] if tensor > 1 else None
+    return InferenceLayout(device, dp_rank, dist.get_world_size() // tensor, tp_rank, tensor, group)
+
+
+def _groups_of(size: int) -> list[dist.ProcessGroup]:
+    """Groups of `size` neighbouring ranks each; every rank must take part."""
+    return [dist.new_group(list(range(first, first + size))) for first in range(0, dist.get_world_size(), size)]

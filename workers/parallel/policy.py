@@ -23,7 +23,7 @@ from workers.parallel.flash4 import why_not
 from workers.parallel.flops import head_width
 from workers.parallel.logprobs import Head, Loss, head_logprobs, head_loss
 from workers.parallel.lora import LoraConfig, add_adapters, original_name, reset_adapters
-from workers.parallel.mesh import Layout
+from workers.parallel.mesh import TrainingLayout
 from workers.parallel.tensor import split_over_tensor_mesh
 
 SUPPORTED = ("qwen2", "qwen3", "llama")
@@ -60,7 +60,7 @@ class Policy(nn.Module):
     there.
     """
 
-    def __init__(self, causal_lm: transformers.PreTrainedModel, layout: Layout, fuse: bool = False) -> None:
+    def __init__(self, causal_lm: transformers.PreTrainedModel, layout: TrainingLayout, fuse: bool = False) -> None:
         super().__init__()
         self.causal_lm, self.layout, self.fuse = causal_lm, layout, fuse
         self.tied = causal_lm.config.tie_word_embeddings
@@ -122,7 +122,7 @@ class Policy(nn.Module):
 
 def load_policy(
     config: ModelConfig,
-    layout: Layout,
+    layout: TrainingLayout,
     trains: bool = True,
     fuse: bool = False,
     recompute: str = "none",
@@ -138,7 +138,7 @@ def load_policy(
     `check_layout` refuse.
     """
     hf_config = read_config(config)
-    check_layout(hf_config, layout.slices)
+    check_layout(hf_config, layout.tp_size)
     compute = compute_dtype(config, layout.device)
     flash4 = not why_not_flash4(config, hf_config, layout.device)
     adapts = lora is not None and lora.rank > 0
@@ -149,8 +149,8 @@ def load_policy(
         if adapts:
             add_adapters(causal_lm, lora)
     policy = Policy(causal_lm, layout, fuse)
-    if layout.slices > 1:
-        split_over_tensor_mesh(causal_lm, layout.tensor)
+    if layout.tp_size > 1:
+        split_over_tensor_mesh(causal_lm, layout.tp_mesh)
     precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
     for index, layer in enumerate(causal_lm.model.layers):
         layer.self_attn.__class__ = packed_class(type(layer.self_attn), flash4)
@@ -161,8 +161,8 @@ def load_policy(
         if recompute == "full" or (recompute == "selective" and index % 2):
             layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
         if sum(parameter.numel() for parameter in layer.parameters()) >= SMALLEST_UNIT:
-            fully_shard(layer, mesh=layout.data, mp_policy=precision, reshard_after_forward=reshard)
-    fully_shard(policy, mesh=layout.data, mp_policy=precision, reshard_after_forward=False)
+            fully_shard(layer, mesh=layout.fsdp_mesh, mp_policy=precision, reshard_after_forward=reshard)
+    fully_shard(policy, mesh=layout.fsdp_mesh, mp_policy=precision, reshard_after_forward=False)
     policy.to_empty(device=layout.device)
     # Buffers are not in any file: they are computed from the config, and were empty on the meta device.
     rotary = causal_lm.model.rotary_emb
