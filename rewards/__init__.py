@@ -12,18 +12,8 @@ This package stands alone: it imports nothing of the trainer and no torch, so th
 """
 
 from rewards.config import RewardsConfig, missing_columns, validate
-from rewards.pool import Failure, RewardPool, Scores
+from rewards.pool import Failure, Grade, RewardPool, Scores
 from rewards.registry import Reward, get, names, register
 
-__all__ = [
-    "Failure",
-    "Reward",
-    "RewardPool",
-    "RewardsConfig",
-    "Scores",
-    "get",
-    "missing_columns",
-    "names",
-    "register",
-    "validate",
-]
+__all__ = ["Failure", "Grade", "Reward", "RewardPool", "RewardsConfig", "Scores"]
+__all__ += ["get", "missing_columns", "names", "register", "validate"]

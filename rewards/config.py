@@ -1,4 +1,4 @@
-"""The settings of the rewards and the checks on them that need neither a model nor a worker."""
+"""The settings of the rewards, and the checks that need only the settings and the names of the data's columns."""
 
 import dataclasses
 import difflib
@@ -12,11 +12,11 @@ from rewards import registry
 
 @dataclasses.dataclass
 class RewardsConfig:
-    """Which rewards make up the total, and how they are graded. OmegaConf can hold every field."""
+    """Which rewards make up the total, and how they are computed. OmegaConf can hold every field."""
 
     weights: dict[str, float] = dataclasses.field(
         default_factory=dict,
-        metadata={"doc": "Reward name -> weight; the total is the sum of weight * part (0 only reports a part)."},
+        metadata={"doc": "Reward name -> weight; the total is the sum of weight * reward (0 only reports it)."},
     )
     options: dict[str, Any] = dataclasses.field(
         default_factory=dict,
@@ -36,7 +36,7 @@ class RewardsConfig:
 def validate(config: RewardsConfig) -> None:
     """Raise a ValueError of one sentence for the first setting that cannot work.
 
-    Imports the reward files (not what they import lazily), so call it early and once.
+    This imports the reward files, but not what they import when they are called.
     """
     if not config.weights:
         raise ValueError("rewards.weights is empty: give at least one reward, such as rewards.weights.math=1.")
@@ -50,9 +50,8 @@ def validate(config: RewardsConfig) -> None:
         except ValueError:
             raise
         except Exception as error:
-            raise ValueError(
-                f"rewards.files lists {file}, which fails to import with {type(error).__name__}: {error}"
-            ) from error
+            why = f"{type(error).__name__}: {error}"
+            raise ValueError(f"rewards.files lists {file}, which fails to import with {why}") from error
     for name, weight in config.weights.items():
         if not math.isfinite(weight):
             raise ValueError(f"rewards.weights.{name} is {weight}: it must be a finite number.")
@@ -69,9 +68,9 @@ def validate(config: RewardsConfig) -> None:
 
 
 def missing_columns(config: RewardsConfig, columns: Iterable[str]) -> dict[str, list[str]]:
-    """Reward name -> the columns it needs that are not in `columns`; empty when the data has them all.
+    """Reward name -> the columns it needs that `columns` lacks; empty if nothing is missing.
 
-    Raises ValueError for a reward that is not registered.
+    Raises ValueError for a reward that does not exist.
     """
     for file in config.files:
         registry.load_file(file)

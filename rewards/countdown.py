@@ -5,12 +5,12 @@ The rules, wherever a text could be read in more than one way:
   thinking, so a completion can begin in the middle of it).
 - The answer is the last `<answer>` that is closed, up to its first `</answer>`. An unclosed `<answer>` after it
   (a completion cut off) is ignored; an unclosed one alone is no answer.
-- From the first "=" on the answer is ignored, whatever it says: "3 + 4 = 8" is "3 + 4".
+- What an answer says from its first "=" on is ignored: "3 + 4 = 8" is "3 + 4".
 - An expression is decimal integers without leading zeros, + - * / (also × ÷ −) and round brackets, with signs as
   in Python (-5, 2*-3, --5, +5). Nothing else: no "x", "^", "**", "//", decimal points or implied products.
 - Arithmetic is exact (fractions), and dividing by zero makes a wrong value, not an error.
-- An answer of more than MAX_CHARACTERS before the "=" is not valid. With the numbers checked before anything is
-  computed and a parser that does not recurse, this bounds depth, digits and time.
+- An answer of more than MAX_CHARACTERS before the "=" is not valid. As the numbers are checked before anything is
+  computed, and the parser does not recurse, this bounds depth, digits and time.
 """
 
 import operator
@@ -22,6 +22,7 @@ from rewards.registry import register
 MAX_CHARACTERS = 1000
 SIGNS = {"+": "sign+", "-": "sign-"}
 PRECEDENCE = {"+": 1, "-": 1, "*": 2, "/": 2, "sign+": 3, "sign-": 3}
+OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
 TO_ASCII = str.maketrans("×÷−", "*/-")
 # "05" and "1 2" become two numbers side by side, which no expression has.
 TOKEN = re.compile(r"0|[1-9][0-9]*|\S")
@@ -53,9 +54,9 @@ def countdown(completion: str, row: dict, *, valid: float = 0.1, format: float =
 
 
 def evaluate(tokens: list[str]) -> Fraction | None:
-    """The exact value of an expression given as tokens, None where it divides by zero.
+    """The exact value of an expression given as tokens, None if it divides by zero; ValueError if it is not one.
 
-    Raises ValueError for tokens that are not an expression. Dijkstra's shunting yard, computing as it goes.
+    This is Dijkstra's shunting-yard algorithm, computing as it goes.
     """
     values: list[Fraction | None] = []
     pending: list[str] = []
@@ -98,16 +99,8 @@ def _reduce(values: list[Fraction | None], pending: list[str], level: int) -> No
             continue
         left = values.pop()
         # None goes on as None: an expression that divides by zero must still be read to its end, it may be malformed.
-        if left is None or right is None or (operation == "/" and right == 0):
-            values.append(None)
-        elif operation == "+":
-            values.append(left + right)
-        elif operation == "-":
-            values.append(left - right)
-        elif operation == "*":
-            values.append(left * right)
-        else:
-            values.append(left / right)
+        undefined = left is None or right is None or (operation == "/" and right == 0)
+        values.append(None if undefined else OPERATIONS[operation](left, right))
 
 
 def _is_number(token: str) -> bool:
@@ -129,10 +122,8 @@ def _read_row(row: dict) -> tuple[list[int], int]:
     try:
         numbers, target = [_integer(number) for number in row["numbers"]], _integer(row["target"])
     except TypeError as error:
-        raise ValueError(
-            f"countdown needs a list of integers and an integer, not numbers={row['numbers']!r} and "
-            f"target={row['target']!r}."
-        ) from error
+        given = f"numbers={row['numbers']!r} and target={row['target']!r}"
+        raise ValueError(f"countdown needs a list of integers and an integer, not {given}.") from error
     if not numbers or min(numbers) < 0:
         raise ValueError(f"countdown needs one or more numbers, none of them negative, not {numbers}.")
     return numbers, target

@@ -7,9 +7,8 @@ math-verify (https://github.com/huggingface/Math-Verify) parses and compares; th
 - Without any box it is the last expression in the last MAX_CHARACTERS characters.
 - The row's answer may be plain ("3\\sqrt{2}", "1,234"), boxed, or a GSM8K solution that ends in "#### 42".
 
-Both of math-verify's own timeouts are off: they are alarm signals, which work only in a main thread, and a
-stuck comparison is bounded by the pool, which kills its worker. That does happen: math-verify takes seconds for
-brackets nested twenty deep and computes a tower of powers digit by digit.
+Both of math-verify's own timeouts are off: they are alarm signals, which work only in a main thread. The pool kills
+what hangs, and some does: brackets nested twenty deep take seconds, a tower of powers is computed digit by digit.
 """
 
 import functools

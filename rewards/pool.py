@@ -1,52 +1,33 @@
-"""The process pool that grades. A worker grades one completion after another and can be killed at any of them.
+"""The pool that grades completions in worker processes, each of which can be killed at any time.
 
-A worker is a fresh Python that imports `rewards` and nothing of the trainer (multiprocessing would import the
-main script again). It is sent pickles over its stdin and answers each task with a line of JSON over its stdout;
-a reward that prints writes to stderr instead. A worker that exceeds the time limit, or dies, costs exactly the
-grade it was busy with: the rest of its tasks go back to the queue and a new worker takes its place.
-
-Nothing outlives the trainer: a worker kills its process group when its stdin closes, and an alarm of the kernel
-ends a grade that would not even let the thread run that watches for this.
+`submit` takes one completion, at any time and from any thread, and makes one task for each reward. Tasks wait in one
+queue. Every worker process has a thread in the pool that takes tasks, sends them to its worker and waits for the
+answers. A worker that exceeds the time limit, or dies, costs exactly the task it was busy with: its other tasks go
+back to the queue, and a new process takes its place.
 """
 
 import contextlib
 import dataclasses
-import faulthandler
-import importlib
-import json
 import math
-import numbers
 import os
 import pickle
-import select
-import selectors
-import signal
-import subprocess
-import sys
+import socket
 import threading
 import time
-import traceback
 from collections import deque
-from pathlib import Path
+from concurrent.futures import Future
 from typing import Any, Literal
 
-from rewards import registry
 from rewards.config import RewardsConfig
+from rewards.worker import Worker
 
-MAX_CHUNK = 16
-MAX_MESSAGE = 1000  # characters of what a reward raised or returned
-MAX_STDERR = 4000  # bytes of a worker's stderr that are kept; a crash lists every extension module below its stack
-START_WORKER = """
-import json, sys
-sys.path[:] = json.loads(sys.argv[1])
-from rewards.pool import serve
-serve()
-"""
+MAX_CHUNK = 64  # tasks that a worker is sent at once
+QUICK_SECONDS = 0.05  # what a chunk may take for the next one to be twice as large
 
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-    """One grade that could not be had: completion `index`, the reward, and why. It counted as 0.0."""
+    """One reward that could not be computed and counts as 0.0; `index` is the completion's place in its batch."""
 
     index: int
     reward: str
@@ -56,17 +37,26 @@ class Failure:
 
 
 @dataclasses.dataclass(frozen=True)
+class Grade:
+    """What one completion earned: `components` (reward name -> value) and `total`, their weighted sum."""
+
+    total: float
+    components: dict[str, float]
+    failures: list[Failure]
+
+
+@dataclasses.dataclass(frozen=True)
 class Scores:
-    """What a batch of N completions earned: `total` [N] and `parts` (reward name -> [N], before weights)."""
+    """What a batch of N completions earned: `total` [N] and `components` (reward name -> [N], before weights)."""
 
     total: list[float]
-    parts: dict[str, list[float]]
+    components: dict[str, list[float]]
     failures: list[Failure]
     seconds: float
 
 
-class RewardPool:
-    """Worker processes that grade completions with the rewards of `config`. A context manager; not thread-safe."""
+class RewardPool(contextlib.AbstractContextManager):
+    """Worker processes that grade completions with the rewards of `config`. Any thread may use it."""
 
     def __init__(self, config: RewardsConfig, start_timeout_seconds: float = 120.0) -> None:
         """Start the workers and wait until each has imported the rewards.
@@ -74,282 +64,156 @@ class RewardPool:
         Raises RuntimeError, with the last lines of a worker's stderr, if one cannot start in time. Call
         `rewards.validate(config)` before, for messages about the settings themselves.
         """
-        self._config = config
-        self._start_timeout = start_timeout_seconds
-        self._setup = pickle.dumps(
-            {
-                "files": [os.path.abspath(os.path.expanduser(file)) for file in config.files],
-                "rewards": {name: dict(config.options.get(name, {})) for name in config.weights},
-                # Twice the limit, so that the pool, which knows which grade it kills, always comes first.
-                "alarm_seconds": 2 * config.timeout_seconds + 1,
-            }
-        )
-        self._selector = selectors.DefaultSelector()
-        self._workers: list[_Worker] = []
+        self._weights = dict(config.weights)
+        self._timeout = config.timeout_seconds
+        setup = {
+            "files": [os.path.abspath(os.path.expanduser(file)) for file in config.files],
+            "rewards": {name: dict(config.options.get(name, {})) for name in config.weights},
+            # Twice the limit, so that the pool, which knows which task it kills a worker for, always comes first.
+            "alarm_seconds": 2 * config.timeout_seconds + 1,
+        }
+        # What is sent here is never read: it ends every wait for a worker from then on.
+        self._stop, self._stop_sender = socket.socketpair()
+        self._workers = [Worker(setup, start_timeout_seconds, self._stop) for _ in range(config.processes)]
+        self._threads: list[threading.Thread] = []
+        self._changed = threading.Condition()  # guards all below, and what a _Request gathers
         self._queue: deque[_Task] = deque()
-        self._closed = False
+        self._pending: set[_Request] = set()
+        self._ready = 0
+        self._end: Exception | None = None  # why the pool takes no more completions
         try:
-            for _ in range(config.processes):
-                self._start_worker()
-            while not all(worker.ready for worker in self._workers):
-                self._wait()
+            for worker in self._workers:
+                self._threads.append(threading.Thread(target=self._run, args=(worker,), daemon=True))
+                self._threads[-1].start()
+            with self._changed:
+                self._changed.wait_for(lambda: self._end or self._ready == len(self._workers))
+            if self._end:
+                raise self._end
         except BaseException:
             self.close()
             raise
 
-    def score(self, completions: list[str], rows: list[dict]) -> Scores:
-        """Grade every completion with every reward; a grade that fails counts 0.0 and is listed in `failures`.
+    def submit(self, completion: str, row: dict) -> Future[Grade]:
+        """Grade one completion with every reward; returns at once. The future cannot be cancelled.
 
-        Takes at most about timeout_seconds for each grade over the workers, plus the time to replace a worker
-        after each one killed. Raises ValueError for lists of different lengths, RuntimeError if the pool is closed
-        or a worker cannot be replaced, and what pickle raises for a row that cannot be sent.
+        A reward that fails counts 0.0 and is listed in the grade's failures. Raises RuntimeError if the pool is
+        closed or a worker could not be started (the future does so if that happens later), and what pickle raises
+        for a row that cannot be sent.
         """
-        if self._closed:
-            raise RuntimeError("This reward pool is closed: make a new one.")
+        request = _Request(completion, pickle.dumps((completion, row)))
+        request.future.set_running_or_notify_cancel()
+        with self._changed:
+            if self._end:
+                raise RuntimeError(str(self._end))
+            self._pending.add(request)
+            self._queue.extend((request, name) for name in self._weights)
+            self._changed.notify(len(self._weights))
+        return request.future
+
+    def score(self, completions: list[str], rows: list[dict]) -> Scores:
+        """Grade a batch and wait for it; raises what `submit` and its futures raise.
+
+        This takes at most timeout_seconds, and the time to replace a worker, for each of a worker's tasks.
+        """
         if len(completions) != len(rows):
             raise ValueError(f"There are {len(completions)} completions but {len(rows)} rows: give one for each.")
         started = time.monotonic()
-        parts = {name: [0.0] * len(completions) for name in self._config.weights}
-        failures = []
-        try:
-            # A worker that died while it had nothing to do is replaced before a task could be blamed for it.
-            self._wait(seconds=0.0)
-            self._queue.extend(
-                _Task(index, name, pickle.dumps((completion, row)))
-                for index, (completion, row) in enumerate(zip(completions, rows, strict=True))
-                for name in parts
-            )
-            while self._queue or any(worker.tasks for worker in self._workers):
-                self._hand_out()
-                for task, kind, result in self._wait():
-                    if kind == "ok":
-                        parts[task.reward][task.index] = result
-                    else:
-                        failures.append(Failure(task.index, task.reward, kind, result, completions[task.index]))
-        except BaseException:
-            # Answers to this batch may still be under way and must never be taken for those of a next one.
-            self.close()
-            raise
-        total = [
-            sum(weight * parts[name][i] for name, weight in self._config.weights.items())
-            for i in range(len(completions))
-        ]
-        failures.sort(key=lambda failure: (failure.index, failure.reward))
-        return Scores(total, parts, failures, time.monotonic() - started)
+        futures = [self.submit(completion, row) for completion, row in zip(completions, rows, strict=True)]
+        grades = [future.result() for future in futures]
+        return Scores(
+            total=[grade.total for grade in grades],
+            components={name: [grade.components[name] for grade in grades] for name in self._weights},
+            failures=[dataclasses.replace(f, index=i) for i, grade in enumerate(grades) for f in grade.failures],
+            seconds=time.monotonic() - started,
+        )
 
     def close(self) -> None:
-        """Kill the workers. A second time does nothing."""
-        while self._workers:
-            self._workers.pop().kill(self._selector)
-        if not self._closed:
-            self._selector.close()
-        self._closed = True
-
-    def __enter__(self) -> "RewardPool":
-        return self
+        """Kill the workers; futures that are not done get a RuntimeError. A second time does nothing."""
+        self._finish(RuntimeError("This reward pool is closed: make a new one."))
+        for thread in self._threads:
+            thread.join()
+        self._stop.close()
+        self._stop_sender.close()
 
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _start_worker(self) -> None:
-        self._workers.append(_Worker(self._selector, self._setup, time.monotonic() + self._start_timeout))
+    def _finish(self, reason: Exception) -> None:
+        """Stop the workers and give `reason` to the futures that are not done. Only the first call does anything."""
+        with self._changed:
+            if self._end:
+                return
+            self._end = reason
+            self._stop_sender.send(b"stop")
+            self._changed.notify_all()
+        for request in self._pending:
+            request.future.set_exception(reason)
 
-    def _hand_out(self) -> None:
-        for worker in self._workers:
-            if worker.ready and not worker.tasks and self._queue:
-                # Small chunks at the end of the queue, so that no worker sits on tasks others could take.
-                size = min(MAX_CHUNK, math.ceil(len(self._queue) / (2 * len(self._workers))))
-                worker.tasks.extend(self._queue.popleft() for _ in range(size))
-                worker.deadline = time.monotonic() + self._config.timeout_seconds
-                worker.send(pickle.dumps([(task.reward, task.payload) for task in worker.tasks]))
-
-    def _wait(self, seconds: float | None = None) -> list[tuple["_Task", str, Any]]:
-        """Exchange bytes with the workers until one has something to say or is late (or for `seconds`).
-
-        Returns (task, "ok", its value) and (task, kind of failure, message) for the tasks that are done with.
-        """
-        if seconds is None:
-            seconds = max(0.0, min(worker.deadline for worker in self._workers) - time.monotonic())
-        for key, _ in self._selector.select(None if math.isinf(seconds) else seconds):
-            worker, receive = key.data
-            receive(worker)
-        done = []
-        now = time.monotonic()
-        for worker in list(self._workers):
-            for kind, result in worker.take_answers():
-                if not worker.ready:
-                    worker.ready = True
-                else:
-                    done.append((worker.tasks.popleft(), kind, result))
-                worker.deadline = now + self._config.timeout_seconds if worker.tasks else math.inf
-            if worker.dead or now >= worker.deadline:
-                done.extend(self._replace(worker))
-        return done
-
-    def _replace(self, worker: "_Worker") -> list[tuple["_Task", str, Any]]:
-        kind = "crash" if worker.dead else "timeout"
-        status = worker.kill(self._selector)
-        self._workers.remove(worker)
-        stderr = worker.stderr.decode(errors="replace").strip()
-        if not worker.ready:
-            why = f"it {status}" if kind == "crash" else f"it was not ready after {self._start_timeout:g} seconds"
-            raise RuntimeError(f"A reward worker could not be started, {why}; its last words: {stderr or 'none'}")
-        self._start_worker()
-        if not worker.tasks:
-            return []
-        late, *others = worker.tasks
-        self._queue.extendleft(reversed(others))
-        if kind == "timeout":
-            return [(late, kind, f"took longer than {self._config.timeout_seconds:g} seconds")]
-        return [(late, kind, f"its worker {status}; stderr: {stderr or 'empty'}")]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Task:
-    index: int
-    reward: str
-    payload: bytes  # pickled (completion, row): each grade gets a row of its own, which it may change
-
-
-class _Worker:
-    """The pool's end of one process: its pipes, and the tasks it has in hand, the first being graded now."""
-
-    def __init__(self, selector: selectors.BaseSelector, setup: bytes, deadline: float) -> None:
-        path = [str(entry) for entry in sys.path] + [str(Path(__file__).resolve().parent.parent)]
-        # -P keeps the directory it is started in (it could be rewards/, with a math.py) from shadowing the stdlib.
-        # A session of its own makes a group that can be killed together with what a reward starts.
-        self.process = subprocess.Popen(
-            [sys.executable, "-P", "-c", START_WORKER, json.dumps(path)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            bufsize=0,
-            start_new_session=True,
-        )
-        self.tasks: deque[_Task] = deque()
-        self.deadline = deadline
-        self.ready = False
-        self.dead = False
-        self.stderr = b""
-        self._inbox = b""
-        self._outbox = b""
-        self._selector = selector
-        for stream in (self.process.stdin, self.process.stdout, self.process.stderr):
-            os.set_blocking(stream.fileno(), False)
-        selector.register(self.process.stdout, selectors.EVENT_READ, (self, _Worker.read_answers))
-        selector.register(self.process.stderr, selectors.EVENT_READ, (self, _Worker.read_stderr))
-        self.send(setup)
-
-    def send(self, message: bytes) -> None:
-        self._outbox += message
-        self._selector.register(self.process.stdin, selectors.EVENT_WRITE, (self, _Worker.write))
-        self.write()
-
-    def write(self) -> None:
+    def _run(self, worker: Worker) -> None:
+        """The life of a worker's thread."""
         try:
-            written = os.write(self.process.stdin.fileno(), self._outbox)
-        except BlockingIOError:
-            return
-        except BrokenPipeError:
-            # Nobody reads any more; the end of its stdout says so as well, after any answers it gave.
-            written = len(self._outbox)
-        self._outbox = self._outbox[written:]
-        if not self._outbox:
-            self._selector.unregister(self.process.stdin)
+            worker.start()
+            with self._changed:
+                self._ready += 1
+                self._changed.notify_all()
+            chunk = 1
+            while tasks := self._take(chunk):
+                started = time.monotonic()
+                self._grade(worker, tasks)
+                # To wake up for every task costs more than a quick reward itself. Slow ones are taken one at a time,
+                # so that no worker sits on tasks that others could take.
+                chunk = min(2 * chunk, MAX_CHUNK) if time.monotonic() - started < QUICK_SECONDS else 1
+        except Exception as error:  # noqa: BLE001 - whatever ends this thread must end the waiting for its answers
+            self._finish(error)
+        finally:
+            worker.kill()
 
-    def read_answers(self) -> None:
-        data = _read(self.process.stdout.fileno())
-        if data == b"":
-            self._selector.unregister(self.process.stdout)
-            self.dead = True
-        self._inbox += data or b""
+    def _take(self, chunk: int) -> "deque[_Task]":
+        """Wait for tasks and take up to `chunk`, fewer where the queue is short; none once the pool has ended."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._queue or self._end)
+            size = min(chunk, math.ceil(len(self._queue) / (2 * len(self._workers))))
+            return deque() if self._end else deque(self._queue.popleft() for _ in range(size))
 
-    def read_stderr(self) -> None:
-        data = _read(self.process.stderr.fileno())
-        if data == b"":
-            self._selector.unregister(self.process.stderr)
-        if data:
-            self.stderr = (self.stderr + data)[-MAX_STDERR:]
-            sys.stderr.write(data.decode(errors="replace"))
+    def _grade(self, worker: Worker, tasks: "deque[_Task]") -> None:
+        """Have the worker do `tasks`. If it dies or is late, the rest goes back to the queue and it starts anew."""
+        # One that died while it had nothing to do is replaced before a task could be blamed for it.
+        if worker.is_dead():
+            worker.start()
+        worker.send(pickle.dumps([(name, request.payload) for request, name in tasks]))
+        while tasks:
+            kind, result = worker.receive(self._timeout)
+            self._answer(*tasks.popleft(), kind, result)
+            if kind in ("timeout", "crash"):
+                with self._changed:
+                    self._queue.extendleft(reversed(tasks))
+                    self._changed.notify(len(tasks))
+                return worker.start()
 
-    def take_answers(self) -> list[tuple[str, Any]]:
-        *lines, self._inbox = self._inbox.split(b"\n")
-        return [tuple(json.loads(line)) for line in lines]
-
-    def kill(self, selector: selectors.BaseSelector) -> str:
-        """End the process group; returns how the process ended, such as 'exited with code 3'."""
-        if self.dead:
-            # Its stdout closes a moment before it has exited: let it, for its own exit code.
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(timeout=1.0)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        code = self.process.wait()
-        if self.process.stderr in selector.get_map():
-            self.read_stderr()
-        for stream in (self.process.stdin, self.process.stdout, self.process.stderr):
-            if stream in selector.get_map():
-                selector.unregister(stream)
-            stream.close()
-        if code < 0:
-            return f"was ended by signal {-code} ({signal.strsignal(-code)})"
-        return f"exited with code {code}"
-
-
-def _read(descriptor: int) -> bytes | None:
-    """What there is to read: b"" at the end of the stream, None when there is nothing now."""
-    try:
-        return os.read(descriptor, 1 << 16)
-    except BlockingIOError:
-        return None
+    def _answer(self, request: "_Request", name: str, kind: str, result: Any) -> None:
+        """Note the result of one task, or how it failed; the last task of a completion completes its grade."""
+        with self._changed:
+            request.components[name] = result if kind == "ok" else 0.0
+            if kind != "ok":
+                request.failures.append(Failure(0, name, kind, result, request.completion))
+            if len(request.components) < len(self._weights) or self._end:
+                return
+            self._pending.remove(request)
+        components = {name: request.components[name] for name in self._weights}
+        total = sum(weight * components[name] for name, weight in self._weights.items())
+        failures = sorted(request.failures, key=lambda failure: failure.reward)
+        request.future.set_result(Grade(total, components, failures))
 
 
-def serve() -> None:
-    """A worker's life: take the setup from stdin, then chunks of tasks, and answer each task with one line."""
-    tasks_from, answers_to = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "w")
-    # From here on the numbers 0 and 1 belong to the rewards: what they print or read is not the protocol.
-    with open(os.devnull) as nothing:
-        os.dup2(nothing.fileno(), 0)
-    os.dup2(2, 1)
-    sys.stdout.reconfigure(line_buffering=True)
-    faulthandler.enable()
-    threading.Thread(target=_end_with_parent, args=(tasks_from.fileno(),), daemon=True).start()
+@dataclasses.dataclass(eq=False)
+class _Request:
+    """A completion that is being graded, and what its tasks have come to."""
 
-    setup = pickle.load(tasks_from)
-    for file in setup["files"]:
-        registry.load_file(file)
-    graders = {name: registry.get(name, **options) for name, options in setup["rewards"].items()}
-    for name in graders:
-        for module in registry.find(name).imports:
-            importlib.import_module(module)
-    print(json.dumps(["ready", None]), file=answers_to, flush=True)
-
-    with contextlib.suppress(EOFError):
-        while True:
-            for name, payload in pickle.load(tasks_from):
-                signal.setitimer(signal.ITIMER_REAL, setup["alarm_seconds"])
-                answer = _grade(graders[name], payload)
-                signal.setitimer(signal.ITIMER_REAL, 0)
-                print(json.dumps(answer), file=answers_to, flush=True)
+    completion: str
+    payload: bytes  # pickled (completion, row), so that each reward gets a row of its own, which it may change
+    future: Future[Grade] = dataclasses.field(default_factory=Future)
+    components: dict[str, float] = dataclasses.field(default_factory=dict)
+    failures: list[Failure] = dataclasses.field(default_factory=list)
 
 
-def _grade(grader: registry.RewardFunction, payload: bytes) -> tuple[str, float | str]:
-    try:
-        value = grader(*pickle.loads(payload))
-        # bool, int and numpy's numbers are fine; a tensor, a string or None is a mistake in the reward.
-        number = float(value) if isinstance(value, numbers.Real) else math.nan
-        if not math.isfinite(number):
-            return "not a number", f"returned {value!r}"[:MAX_MESSAGE]
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - a reward is anybody's code, and this is its report
-        where = traceback.extract_tb(error.__traceback__)[-1]
-        text = f"{type(error).__name__} at {where.filename}:{where.lineno}: {error}"
-        return "exception", text[:MAX_MESSAGE]
-    return "ok", number
-
-
-def _end_with_parent(descriptor: int) -> None:
-    # No event asked for: poll then returns only when every writer has closed the pipe, whatever is queued in it.
-    watch = select.poll()
-    watch.register(descriptor, 0)
-    watch.poll()
-    os.killpg(0, signal.SIGKILL)
+_Task = tuple[_Request, str]  # compute the reward of this name

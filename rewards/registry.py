@@ -1,4 +1,4 @@
-"""The registry: which rewards exist, which options they take and which row columns they need."""
+"""The registry of rewards: their names, the options they take and the columns of a row they need."""
 
 import dataclasses
 import difflib
@@ -17,17 +17,13 @@ RewardFunction = Callable[..., float]
 
 @dataclasses.dataclass(frozen=True)
 class Reward:
-    """What `register` knows of one reward.
-
-    `function(completion: str, row: dict, **options) -> float`; `options` are the names of its keyword-only
-    parameters, `needs` the row columns it reads, `imports` the modules it imports when it is called.
-    """
+    """A registered reward and where it is defined."""
 
     name: str
-    function: RewardFunction
-    options: tuple[str, ...]
-    needs: tuple[str, ...]
-    imports: tuple[str, ...]
+    function: RewardFunction  # (completion: str, row: dict, **options) -> float
+    options: tuple[str, ...]  # names of its keyword-only parameters
+    needs: tuple[str, ...]  # columns of the row that it reads
+    imports: tuple[str, ...]  # modules that it imports when it is called
     file: str
     line: int
 
@@ -40,25 +36,17 @@ def register(
 ) -> Callable[[RewardFunction], RewardFunction]:
     """Register the decorated function `(completion: str, row: dict, *, option=default, ...) -> float`.
 
-    needs: the row columns it reads, so that a run without them stops before it starts.
-    imports: heavy modules that the function imports inside its body. A worker imports them when it starts, so
-    that the first grade is not charged (or killed) for the import.
+    needs: columns of the row that it reads; a run whose data lacks one stops before it starts.
+    imports: heavy modules that it imports in its body. Workers import them when they start, so that the first grade
+    is not charged (or killed) for the import.
     Raises ValueError for a name that is taken and for a signature that cannot be called this way.
     """
     if isinstance(needs, str) or isinstance(imports, str):
         raise ValueError(f"Reward {name!r}: needs and imports are lists of names, such as needs=('answer',).")
 
     def add(function: RewardFunction) -> RewardFunction:
-        code = function.__code__
-        reward = Reward(
-            name=name,
-            function=function,
-            options=_options(name, function),
-            needs=tuple(needs),
-            imports=tuple(imports),
-            file=str(Path(code.co_filename).resolve()),
-            line=code.co_firstlineno,
-        )
+        file, line = str(Path(function.__code__.co_filename).resolve()), function.__code__.co_firstlineno
+        reward = Reward(name, function, _options(name, function), tuple(needs), tuple(imports), file, line)
         known = REGISTRY.get(name)
         # The same line of the same file again is that file being imported a second time, not a second reward.
         if known is not None and (known.file, known.line) != (reward.file, reward.line):
@@ -73,13 +61,13 @@ def register(
 
 
 def names() -> list[str]:
-    """The names of all registered rewards, sorted."""
+    """The names of all rewards, sorted."""
     _discover()
     return sorted(REGISTRY)
 
 
 def find(name: str) -> Reward:
-    """The registered reward called `name`; raises ValueError, naming the nearest one, where there is none."""
+    """The reward called `name`; raises ValueError, which names the nearest one, if there is none."""
     known = names()
     if name in REGISTRY:
         return REGISTRY[name]
@@ -94,9 +82,9 @@ def find(name: str) -> Reward:
 
 
 def get(name: str, **options: Any) -> RewardFunction:
-    """The reward `name` as a function `(completion: str, row: dict) -> float`, its `options` bound.
+    """The reward `name` with these `options`, as a function `(completion: str, row: dict) -> float`.
 
-    Raises ValueError for a name that is not registered and for an option that the reward does not take.
+    Raises ValueError for a reward that does not exist and for an option that it does not take.
     """
     reward = find(name)
     for option in options:
@@ -109,9 +97,9 @@ def get(name: str, **options: Any) -> RewardFunction:
 
 
 def load_file(path: str | Path) -> None:
-    """Import a Python file from outside the folder, so that its rewards register; a second time does nothing.
+    """Import a Python file from outside rewards/, which registers its rewards; a second time does nothing.
 
-    Raises ValueError for a file that is missing or registers nothing; what the file raises passes through.
+    Raises ValueError for a file that is missing or registers nothing, and what the file itself raises.
     """
     path = Path(path).expanduser().resolve()
     if any(reward.file == str(path) for reward in REGISTRY.values()):

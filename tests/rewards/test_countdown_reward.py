@@ -26,82 +26,43 @@ def answer(expression: str) -> str:
     return f"<answer>{expression}</answer>"
 
 
-@pytest.mark.parametrize(
-    "expression",
-    [
-        "3+4+7",
-        "3 + 4 + 7",
-        " ( 3 + 4 ) + 7 ",
-        "((3)+(4))+(7)",
-        "\n3\t+\r4 +\u00a07\n",
-        "7+4+3",
-        "7-(-3-4)",
-        "--3+4+7",
-        "+3+4+7",
-        "3- -4+7",
-        "3+ +4+7",
-        "-(-3-4)+7",
-        "3 −−4 + 7",
-        "3+4+7=14",
-        "3+4+7 = 15",
-        "3+4+7=14=14",
-        "3+4+7=",
-        "3+4+7 = nonsense </think",
-        "3+4+7=" + "9" * 100_000,
-    ],
-)
+# fmt: off
+WELL_FORMED_AND_RIGHT = [
+    "3+4+7", "3 + 4 + 7", " ( 3 + 4 ) + 7 ", "((3)+(4))+(7)", "\n3\t+\r4 +\u00a07\n", "7+4+3", "7-(-3-4)", "--3+4+7",
+    "+3+4+7", "3- -4+7", "3+ +4+7", "-(-3-4)+7", "3 −−4 + 7", "3+4+7=14", "3+4+7 = 15", "3+4+7=14=14", "3+4+7=",
+    "3+4+7 = nonsense </think", "3+4+7=" + "9" * 100_000,
+]
+# fmt: on
+
+
+@pytest.mark.parametrize("expression", WELL_FORMED_AND_RIGHT)
 def test_right(expression):
     assert grade(answer(expression)) == RIGHT
 
 
-@pytest.mark.parametrize(
-    ("expression", "numbers", "target"),
-    [
-        ("3 × 4 + 7", [3, 4, 7], 19),
-        ("8 ÷ 4 − 2", [2, 4, 8], 0),
-        ("8 / 4 * 2", [2, 4, 8], 4),
-        ("8 / (4 * 2)", [2, 4, 8], 1),
-        ("8 - 4 - 2", [2, 4, 8], 2),
-        ("8 - (4 - 2)", [2, 4, 8], 6),
-        ("2 + 4 * 8", [2, 4, 8], 34),
-        ("(2 + 4) * 8", [2, 4, 8], 48),
-        ("2*-4+8", [2, 4, 8], 0),
-        ("-2*4+8", [2, 4, 8], 0),
-        ("8/-4/-2", [2, 4, 8], 1),
-        ("8/(3-8/3)", [3, 3, 8, 8], 24),
-        ("(1/3+1/6)*2", [1, 1, 2, 3, 6], 1),
-        ("1/3*3", [1, 3, 3], 1),
-        ("7/2*2", [2, 2, 7], 7),
-        ("0*5", [0, 5], 0),
-        ("0/5", [0, 5], 0),
-        ("5", [5], 5),
-        ("(5)", [5], 5),
-        ("-5", [5], -5),
-        ("5-5+5", [5, 5, 5], 5),
-        ("99999999999999999999*99999999999999999999", [10**20 - 1] * 2, (10**20 - 1) ** 2),
-        ("9007199254740993-1", [1, 9007199254740993], 9007199254740992),
-        ("(" * 100 + "5" + ")" * 100, [5], 5),
-        ("-" * 500 + "5", [5], 5),
-        ("+".join(["1"] * 300), [1] * 300, 300),
-    ],
-)
+# fmt: off
+ARITHMETIC = [
+    ("3 × 4 + 7", [3, 4, 7], 19), ("8 ÷ 4 − 2", [2, 4, 8], 0), ("8 / 4 * 2", [2, 4, 8], 4),
+    ("8 / (4 * 2)", [2, 4, 8], 1), ("8 - 4 - 2", [2, 4, 8], 2), ("8 - (4 - 2)", [2, 4, 8], 6),
+    ("2 + 4 * 8", [2, 4, 8], 34), ("(2 + 4) * 8", [2, 4, 8], 48), ("2*-4+8", [2, 4, 8], 0), ("-2*4+8", [2, 4, 8], 0),
+    ("8/-4/-2", [2, 4, 8], 1), ("8/(3-8/3)", [3, 3, 8, 8], 24), ("(1/3+1/6)*2", [1, 1, 2, 3, 6], 1),
+    ("1/3*3", [1, 3, 3], 1), ("7/2*2", [2, 2, 7], 7), ("0*5", [0, 5], 0), ("0/5", [0, 5], 0), ("5", [5], 5),
+    ("(5)", [5], 5), ("-5", [5], -5), ("5-5+5", [5, 5, 5], 5),
+    ("99999999999999999999*99999999999999999999", [10**20 - 1] * 2, (10**20 - 1) ** 2),
+    ("9007199254740993-1", [1, 9007199254740993], 9007199254740992), ("(" * 100 + "5" + ")" * 100, [5], 5),
+    ("-" * 500 + "5", [5], 5), ("+".join(["1"] * 300), [1] * 300, 300),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("expression", "numbers", "target"), ARITHMETIC)
 def test_exact_arithmetic(expression, numbers, target):
     assert grade(answer(expression), numbers, target) == RIGHT
     assert grade(answer(expression), numbers, target + 1) == VALID
 
 
 @pytest.mark.parametrize(
-    "expression",
-    [
-        "3*4*7",
-        "3+4-7",
-        "3/4/7",
-        "(3+4)/7",
-        "3-4-7=14",
-        "7/(3-4)",
-        "3+4-7 = 14",
-        "-3-4-7",
-    ],
+    "expression", ["3*4*7", "3+4-7", "3/4/7", "(3+4)/7", "3-4-7=14", "7/(3-4)", "3+4-7 = 14", "-3-4-7"]
 )
 def test_valid_but_another_value(expression):
     assert grade(answer(expression)) == VALID
@@ -118,127 +79,33 @@ def test_a_division_by_zero_spreads(expression):
     assert grade(answer(expression), [1, 2, 2, 5], 5) == VALID
 
 
-@pytest.mark.parametrize(
-    "expression",
-    [
-        "",
-        " ",
-        "\n",
-        "=",
-        "= 14",
-        "14",
-        "14 = 3+4+7",
-        "3+4",
-        "3+4+7+7",
-        "3+3+4+7",
-        "3+4+7+0",
-        "3+11",
-        "34+7",
-        "3 4 + 7",
-        "3 4 7",
-        "347",
-        "3+4 7",
-        "3+4+7)",
-        "(3+4+7",
-        ")3+4+7(",
-        "()3+4+7",
-        "3+4+7()",
-        "(3)(4)+7",
-        "3(4)+7",
-        "(3)4+7",
-        "3++",
-        "3+4+7+",
-        "3+4+7-",
-        "*3+4+7",
-        "/3+4+7",
-        "3**4+7",
-        "3//4+7",
-        "3^4+7",
-        "3%4+7",
-        "3 x 4 + 7",
-        "3 X 4 + 7",
-        "3·4+7",
-        "3 \\times 4 + 7",
-        "3 – 4 + 7",
-        "3,4,7",
-        "3+4+7.",
-        "3.+4+7",
-        "3.0+4+7",
-        "3.+4.+7.",
-        "03+4+7",
-        "3+04+7",
-        "003+4+7",
-        "3+4+7e0",
-        "3e0+4+7",
-        "1e3",
-        "0x3+4+7",
-        "0b11+4+7",
-        "3_+4+7",
-        "3+4+7j",
-        "3+4+7L",
-        "\u0663+4+7",  # Arabic digits
-        "\u0663+\u0664+\u0667",
-        "\uff13+\uff14+\uff17",  # full-width digits
-        "3\uff0b4\uff0b7",
-        "³+4+7",
-        "3+4+⑦",
-        "Ⅲ+4+7",
-        "[3+4]+7",
-        "{3+4}+7",
-        "|3+4|+7",
-        "3+4+7!",
-        "3+4+7;",
-        "3+4+7 # sum",
-        "3+4+7\\",
-        "$3+4+7$",
-        "\\boxed{3+4+7}",
-        "The answer is 3+4+7",
-        "three+4+7",
-        "9**9**9",
-        "9**9**9**9**9",
-        "3**4**7",
-        "7**(4**3)",
-        "__import__('os')",
-        "__import__('os').system('echo 3+4+7')",
-        "exec('3')+4+7",
-        "lambda: 3+4+7",
-        "(3,4,7)",
-        "sum([3,4,7])",
-        "3 if 4 else 7",
-        "3 and 4 or 7",
-        "~3+4+7",
-        "3<<4>>7",
-        "3<4<7",
-        "'3'+4+7",
-        "3+4+\x007",
-        "3+4+7\x00",
-        "1_000",
-        "0x10",
-        "1 2",
-        "00",
-        "--",
-        "+",
-        "(",
-        ")",
-        "((((",
-        "<answer",
-        "<b>3+4+7</b>",
-        "3&plus;4+7",
-        "\ud800",
-        "3+4+7🙂",
-        "(" * 10_000 + "3+4+7" + ")" * 10_000,
-        "(" * 10_000,
-        "-" * 10_000 + "3+4+7",
-        "1" * 10_000,
-        "9" * 1_000_000,
-        "3+4+7" + " " * 1_000_000,
-        "(" * 1_000_000,
-        "3+4+7+" * 200_000,
-        "9*" * 499 + "9",
-        "9" * 999,
-    ],
-    ids=lambda text: ascii(text[:40]),
-)
+# fmt: off
+NOT_AN_EXPRESSION = [
+    # nothing, or other numbers
+    "", " ", "\n", "=", "= 14", "14", "14 = 3+4+7", "3+4", "3+4+7+7", "3+3+4+7", "3+4+7+0", "3+11", "34+7", "3 4 + 7",
+    "3 4 7", "347", "3+4 7", "1e3", "1_000", "0x10", "1 2", "00", "--", "+", "(", ")", "((((", "<answer",
+    # brackets and operators that do not fit
+    "3+4+7)", "(3+4+7", ")3+4+7(", "()3+4+7", "3+4+7()", "(3)(4)+7", "3(4)+7", "(3)4+7", "3++", "3+4+7+", "3+4+7-",
+    "*3+4+7", "/3+4+7", "[3+4]+7", "{3+4}+7", "|3+4|+7", "3,4,7", "(3,4,7)", "3+4+7!", "3+4+7;", "3+4+7\\",
+    # operators and numbers of other notations
+    "3**4+7", "3//4+7", "3^4+7", "3%4+7", "3 x 4 + 7", "3 X 4 + 7", "3·4+7", "3 \\times 4 + 7", "3 – 4 + 7", "~3+4+7",
+    "3<<4>>7", "3<4<7", "3+4+7.", "3.+4+7", "3.0+4+7", "3.+4.+7.", "03+4+7", "3+04+7", "003+4+7", "3+4+7e0", "3e0+4+7",
+    "0x3+4+7", "0b11+4+7", "3_+4+7", "3+4+7j", "3+4+7L", "'3'+4+7", "3+4+\x007", "3+4+7\x00", "3&plus;4+7",
+    # digits of other scripts: Arabic, full-width, superscript, circled, Roman
+    "\u0663+4+7", "\u0663+\u0664+\u0667", "\uff13+\uff14+\uff17", "3\uff0b4\uff0b7", "³+4+7", "3+4+⑦", "Ⅲ+4+7",
+    # text and code
+    "3+4+7 # sum", "$3+4+7$", "\\boxed{3+4+7}", "<b>3+4+7</b>", "The answer is 3+4+7", "three+4+7", "\ud800", "3+4+7🙂",
+    "__import__('os')", "__import__('os').system('echo 3+4+7')", "exec('3')+4+7", "lambda: 3+4+7", "sum([3,4,7])",
+    "3 if 4 else 7", "3 and 4 or 7",
+    # what would take long to compute or to read
+    "9**9**9", "9**9**9**9**9", "3**4**7", "7**(4**3)", "9*" * 499 + "9", "9" * 999, "1" * 10_000, "9" * 1_000_000,
+    "(" * 10_000 + "3+4+7" + ")" * 10_000, "(" * 10_000, "-" * 10_000 + "3+4+7", "3+4+7" + " " * 1_000_000,
+    "(" * 1_000_000, "3+4+7+" * 200_000,
+]
+# fmt: on
+
+
+@pytest.mark.parametrize("expression", NOT_AN_EXPRESSION, ids=lambda text: ascii(text[:40]))
 def test_an_answer_that_is_not_an_expression_of_the_numbers(expression):
     started = time.perf_counter()
     assert grade(answer(expression)) == FORMAT
@@ -250,52 +117,35 @@ def test_a_division_by_zero_does_not_hide_what_is_malformed():
         assert grade(answer(expression), [0, 1], 1) == FORMAT
 
 
+# fmt: off
+COMPLETIONS = [
+    ("", NOTHING), ("3+4+7", NOTHING), ("the answer is 14", NOTHING), ("<answer>", NOTHING), ("</answer>", NOTHING),
+    ("<answer>3+4+7", NOTHING), ("3+4+7</answer>", NOTHING), ("</answer>3+4+7<answer>", NOTHING),
+    ("</answer><answer>3+4+7", NOTHING), ("<ANSWER>3+4+7</ANSWER>", NOTHING), ("<answer >3+4+7</answer >", NOTHING),
+    ("<answer>3+4+7</answer", NOTHING), ("answer>3+4+7</answer>", NOTHING), ("<answer>3+4+7</answer>", RIGHT),
+    ("<answer>3+4+7</answer><|im_end|>", RIGHT), ("<answer>3+4+7</answer>\n\nI hope this helps: 3*4*7.", RIGHT),
+    ("<answer>3*4*7</answer> no, <answer>3+4+7</answer>", RIGHT),
+    ("<answer>3+4+7</answer> no, <answer>3*4*7</answer>", VALID),
+    ("<answer>3+4+7</answer> no, <answer></answer>", FORMAT), ("<answer>3+4+7</answer> or <answer>3*4", RIGHT),
+    ("<answer>3*4*7</answer> or <answer>3+4+7", VALID), ("<answer><answer>3+4+7</answer>", RIGHT),
+    ("<answer><answer>3+4+7</answer></answer>", RIGHT), ("<answer>3*4*7<answer>3+4+7</answer>", RIGHT),
+    ("<answer>3+4+7</answer></answer>", RIGHT), ("<answer>3+4+7</answer> </answer>", RIGHT),
+    ("I think. </think> <answer>3+4+7</answer>", RIGHT), ("<think>I think. </think><answer>3+4+7</answer>", RIGHT),
+    ("<answer>3+4+7</answer> maybe </think>", NOTHING),
+    ("<think> <answer>3+4+7</answer> </think> I do not know", NOTHING),
+    ("<think> <answer>3+4+7</answer> </think> <answer>3*4*7</answer>", VALID),
+    ("<think> <answer>3*4*7</answer> </think> <answer>3+4+7</answer>", RIGHT),
+    ("<think> <answer> </think> 3+4+7 </answer>", NOTHING), ("</think></think><answer>3+4+7</answer>", RIGHT),
+    ("<answer>3+4+7</think></answer>", NOTHING), ("<think> still thinking <answer>3+4+7</answer>", RIGHT),
+    ("x" * 1_000_000 + "<answer>3+4+7</answer>", RIGHT), ("<answer>" * 100_000, NOTHING),
+    ("</answer>" * 100_000, NOTHING), ("<answer>" * 100_000 + "3+4+7" + "</answer>" * 100_000, RIGHT),
+    ("<think>" * 100_000 + "</think>" * 100_000 + "<answer>3+4+7</answer>", RIGHT),
+]
+# fmt: on
+
+
 @pytest.mark.parametrize(
-    ("completion", "score"),
-    [
-        ("", NOTHING),
-        ("3+4+7", NOTHING),
-        ("the answer is 14", NOTHING),
-        ("<answer>", NOTHING),
-        ("</answer>", NOTHING),
-        ("<answer>3+4+7", NOTHING),
-        ("3+4+7</answer>", NOTHING),
-        ("</answer>3+4+7<answer>", NOTHING),
-        ("</answer><answer>3+4+7", NOTHING),
-        ("<ANSWER>3+4+7</ANSWER>", NOTHING),
-        ("<answer >3+4+7</answer >", NOTHING),
-        ("<answer>3+4+7</answer", NOTHING),
-        ("answer>3+4+7</answer>", NOTHING),
-        ("<answer>3+4+7</answer>", RIGHT),
-        ("<answer>3+4+7</answer><|im_end|>", RIGHT),
-        ("<answer>3+4+7</answer>\n\nI hope this helps: 3*4*7.", RIGHT),
-        ("<answer>3*4*7</answer> no, <answer>3+4+7</answer>", RIGHT),
-        ("<answer>3+4+7</answer> no, <answer>3*4*7</answer>", VALID),
-        ("<answer>3+4+7</answer> no, <answer></answer>", FORMAT),
-        ("<answer>3+4+7</answer> or <answer>3*4", RIGHT),
-        ("<answer>3*4*7</answer> or <answer>3+4+7", VALID),
-        ("<answer><answer>3+4+7</answer>", RIGHT),
-        ("<answer><answer>3+4+7</answer></answer>", RIGHT),
-        ("<answer>3*4*7<answer>3+4+7</answer>", RIGHT),
-        ("<answer>3+4+7</answer></answer>", RIGHT),
-        ("<answer>3+4+7</answer> </answer>", RIGHT),
-        ("I think. </think> <answer>3+4+7</answer>", RIGHT),
-        ("<think>I think. </think><answer>3+4+7</answer>", RIGHT),
-        ("<answer>3+4+7</answer> maybe </think>", NOTHING),
-        ("<think> <answer>3+4+7</answer> </think> I do not know", NOTHING),
-        ("<think> <answer>3+4+7</answer> </think> <answer>3*4*7</answer>", VALID),
-        ("<think> <answer>3*4*7</answer> </think> <answer>3+4+7</answer>", RIGHT),
-        ("<think> <answer> </think> 3+4+7 </answer>", NOTHING),
-        ("</think></think><answer>3+4+7</answer>", RIGHT),
-        ("<answer>3+4+7</think></answer>", NOTHING),
-        ("<think> still thinking <answer>3+4+7</answer>", RIGHT),
-        ("x" * 1_000_000 + "<answer>3+4+7</answer>", RIGHT),
-        ("<answer>" * 100_000, NOTHING),
-        ("</answer>" * 100_000, NOTHING),
-        ("<answer>" * 100_000 + "3+4+7" + "</answer>" * 100_000, RIGHT),
-        ("<think>" * 100_000 + "</think>" * 100_000 + "<answer>3+4+7</answer>", RIGHT),
-    ],
-    ids=lambda value: ascii(value[:60]) if isinstance(value, str) else None,
+    ("completion", "score"), COMPLETIONS, ids=lambda value: ascii(value[:60]) if isinstance(value, str) else None
 )
 def test_which_answer_counts(completion, score):
     assert grade(completion) == score
@@ -315,29 +165,18 @@ def test_options():
     assert grade(answer("3*4*7")) == VALID
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        {},
-        {"numbers": [3]},
-        {"target": 3},
-        {"numbers": [], "target": 3},
-        {"numbers": None, "target": 3},
-        {"numbers": 3, "target": 3},
-        {"numbers": "34", "target": 7},
-        {"numbers": ["3", "4"], "target": 7},
-        {"numbers": [3.0, 4], "target": 7},
-        {"numbers": [True, 4], "target": 7},
-        {"numbers": [-3, 4], "target": 7},
-        {"numbers": [3, None], "target": 7},
-        {"numbers": [[3, 4]], "target": 7},
-        {"numbers": [3, 4], "target": "7"},
-        {"numbers": [3, 4], "target": 7.0},
-        {"numbers": [3, 4], "target": None},
-        {"numbers": [3, 4], "target": True},
-    ],
-    ids=str,
-)
+# fmt: off
+MALFORMED_ROWS = [
+    {}, {"numbers": [3]}, {"target": 3}, {"numbers": [], "target": 3}, {"numbers": None, "target": 3},
+    {"numbers": 3, "target": 3}, {"numbers": "34", "target": 7}, {"numbers": ["3", "4"], "target": 7},
+    {"numbers": [3.0, 4], "target": 7}, {"numbers": [True, 4], "target": 7}, {"numbers": [-3, 4], "target": 7},
+    {"numbers": [3, None], "target": 7}, {"numbers": [[3, 4]], "target": 7}, {"numbers": [3, 4], "target": "7"},
+    {"numbers": [3, 4], "target": 7.0}, {"numbers": [3, 4], "target": None}, {"numbers": [3, 4], "target": True},
+]
+# fmt: on
+
+
+@pytest.mark.parametrize("row", MALFORMED_ROWS, ids=str)
 @pytest.mark.parametrize("completion", ["", "<answer>3+4</answer>"])
 def test_a_malformed_row_is_an_error_whatever_the_completion(row, completion):
     with pytest.raises(ValueError, match="countdown needs"):

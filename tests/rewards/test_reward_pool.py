@@ -1,4 +1,4 @@
-"""The pool: order, parts and totals, every way a grade can fail, and that no process outlives its parent."""
+"""The pool: whose answer is whose, totals, every way a grade can fail, and that no process outlives its parent."""
 
 import os
 import re
@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -55,7 +56,8 @@ def naughty(completion, row):
     if completion == "chatty": print("x" * 1_000_000)
     if completion == "stdin": return float(len(sys.stdin.read()))
     if completion == "pid": return os.getpid()
-    if completion == "nap": time.sleep(0.3)
+    if completion.startswith("nap"): time.sleep(0.3)
+    while completion == "sing": print("la"); time.sleep(0.01)
     if completion == "grandchild":
         subprocess.Popen(["sleep", "60"])
         time.sleep(60)
@@ -90,21 +92,16 @@ def wait_until_gone(pids: list[int], seconds: float = 10.0) -> list[int]:
     return [pid for pid in pids if alive(pid)]
 
 
-def test_order_parts_weights_and_options(file):
-    config = RewardsConfig(
-        weights={"length": 0.5, "row": -2.0},
-        options={"length": {"scale": 3.0}},
-        files=[file],
-        processes=3,
-        timeout_seconds=60.0,
-    )
+def test_order_components_weights_and_options(file):
+    config = RewardsConfig(weights={"length": 0.5, "row": -2.0}, options={"length": {"scale": 3.0}})
+    config.files, config.processes, config.timeout_seconds = [file], 3, 60.0
     completions = ["x" * (i * 7 % 50) for i in range(500)]
     row = {"value": 0.25}
     with RewardPool(config) as pool:
         for rows in ([{"value": float(i)} for i in range(500)], [row] * 500):
             scores = pool.score(completions, rows)
-            assert scores.parts["length"] == [3.0 * len(c) for c in completions]
-            assert scores.parts["row"] == [r["value"] for r in rows]
+            assert scores.components["length"] == [3.0 * len(c) for c in completions]
+            assert scores.components["row"] == [r["value"] for r in rows]
             expected = [1.5 * len(c) - 2 * r["value"] for c, r in zip(completions, rows, strict=True)]
             assert scores.total == pytest.approx(expected)
             assert scores.failures == []
@@ -147,10 +144,74 @@ def test_many_short_completions_take_milliseconds():
 def test_an_empty_batch_and_unequal_lengths(config):
     with RewardPool(config) as pool:
         scores = pool.score([], [])
-        assert (scores.total, scores.parts, scores.failures) == ([], {"naughty": []}, [])
+        assert (scores.total, scores.components, scores.failures) == ([], {"naughty": []}, [])
         with pytest.raises(ValueError, match="2 completions but 1 rows"):
             pool.score(["a", "b"], [{}])
         assert pool.score(["a"], [{}]).total == [1.0]
+
+
+def test_completions_come_from_many_threads_and_each_gets_its_own_answer(config):
+    config.weights = {"length": 2.0, "row": -1.0, "naughty": 0.0}
+    config.timeout_seconds = 60.0
+
+    def grades(thread: int) -> list[rewards.Grade]:
+        futures = [pool.submit("x" * (thread * 100 + i), {"value": float(i)}) for i in range(100)]
+        return [future.result(timeout=60.0) for future in futures]
+
+    with RewardPool(config) as pool, ThreadPoolExecutor(8) as threads:
+        for thread, answers in enumerate(threads.map(grades, range(8))):
+            lengths = [float(thread * 100 + i) for i in range(100)]
+            components = [{"length": n, "row": float(i), "naughty": 1.0} for i, n in enumerate(lengths)]
+            totals = [2 * n - i for i, n in enumerate(lengths)]
+            assert answers == [rewards.Grade(t, c, []) for t, c in zip(totals, components, strict=True)]
+
+
+def test_answers_come_in_any_order_and_a_failure_names_its_reward(config):
+    config.weights = {"naughty": 1.0, "length": 1.0}
+    config.timeout_seconds = 60.0
+    with RewardPool(config) as pool:
+        slow, quick = pool.submit("nap", {}), pool.submit("raise", {})
+        assert not slow.cancel()
+        grade = quick.result(timeout=30.0)
+        assert not slow.done()
+        assert (grade.total, grade.components) == (5.0, {"naughty": 0.0, "length": 5.0})
+        assert [(f.reward, f.kind, f.completion) for f in grade.failures] == [("naughty", "exception", "raise")]
+        assert slow.result(timeout=30.0) == rewards.Grade(4.0, {"naughty": 1.0, "length": 3.0}, [])
+
+
+def test_while_one_grade_hangs_others_are_answered_and_close_ends_it(config):
+    config.timeout_seconds = 60.0
+    with RewardPool(config) as pool:
+        pool.score(["fine"] * 500, [{}] * 500)  # after quick ones, workers are sent many tasks at once
+        started = time.monotonic()
+        hanging = pool.submit("sleep", {})
+        quick = [pool.submit("fine", {}) for _ in range(3)]
+        assert [future.result(timeout=30.0).total for future in quick] == [1.0] * 3
+        waiting = [pool.submit(completion, {}) for completion in ("sleep", "fine", "fine")]
+        pool.close()
+        assert time.monotonic() - started < 30
+    for future in (hanging, *waiting):
+        with pytest.raises(RuntimeError, match="pool is closed"):
+            future.result(timeout=0.0)
+
+
+def test_slow_grades_are_spread_over_the_workers_until_the_queue_ends(config):
+    with RewardPool(config) as pool:
+        pool.score(["fine"] * 500, [{}] * 500)
+        assert pool.score([f"nap {i}" for i in range(8)], [{}] * 8).seconds < 7 * 0.3
+
+
+def test_a_worker_that_cannot_be_replaced_ends_all_that_waits(config, file):
+    config.timeout_seconds = 60.0
+    with RewardPool(config) as pool:
+        Path(file).write_text("raise ImportError('gone in the meantime')")
+        futures = [pool.submit(completion, {}) for completion in ("os._exit", "sleep", "sleep", "fine")]
+        for future in futures[1:]:
+            with pytest.raises(RuntimeError, match=r"could not be started(.|\n)*gone in the meantime"):
+                future.result(timeout=30.0)
+        with pytest.raises(RuntimeError, match="gone in the meantime"):
+            pool.submit("fine", {})
+    assert [f.kind for f in futures[0].result().failures] == ["crash"]
 
 
 FAILURES = {
@@ -167,6 +228,7 @@ FAILURES = {
     "text": ("not a number", "returned '1.0'"),
     "sleep": ("timeout", "longer than 1 seconds"),
     "regex": ("timeout", "longer than 1 seconds"),
+    "sing": ("timeout", "longer than 1 seconds"),  # what it prints all the while must not put off its end
 }
 
 
@@ -178,8 +240,8 @@ def test_every_failure_costs_its_own_grade_and_no_other(config):
     with RewardPool(config) as pool:
         scores = pool.score(completions, [{}] * len(completions))
         again = pool.score(["fine"] * 40, [{}] * 40)
-    assert scores.parts["naughty"] == [0.0 if c in FAILURES else 1.0 for c in completions]
-    assert scores.parts["length"] == [float(len(c)) for c in completions]
+    assert scores.components["naughty"] == [0.0 if c in FAILURES else 1.0 for c in completions]
+    assert scores.components["length"] == [float(len(c)) for c in completions]
     assert [f.completion for f in scores.failures] == list(FAILURES)
     for failure in scores.failures:
         kind, message = FAILURES[failure.completion]
@@ -188,7 +250,7 @@ def test_every_failure_costs_its_own_grade_and_no_other(config):
         assert completions[failure.index] == failure.completion
         assert len(failure.message) < 6000
     assert again.failures == []
-    assert again.parts["naughty"] == [1.0] * 40
+    assert again.components["naughty"] == [1.0] * 40
 
 
 def test_a_batch_of_only_timeouts_is_bounded(config):
@@ -236,7 +298,7 @@ def test_rows_and_completions_of_any_kind_survive(config, file):
     rows = [{"value": numpy.float32(2.5), "other": {1, 2}, "bytes": b"\xff"}, {"value": 1}]
     with RewardPool(config) as pool:
         scores = pool.score(["\ud800\x00\n", "é" * 1_000_000], rows)
-    assert scores.parts == {"length": [3.0, 1e6], "row": [2.5, 1.0]}
+    assert scores.components == {"length": [3.0, 1e6], "row": [2.5, 1.0]}
 
 
 def test_a_worker_that_dies_between_batches_is_replaced_unblamed(config):
@@ -284,13 +346,20 @@ def sleepers() -> set[int]:
     return found
 
 
-def test_an_interrupted_batch_closes_the_pool(config, monkeypatch):
+def test_an_interrupted_batch_leaves_no_answers_to_the_next(config, monkeypatch):
+    config.weights = {"length": 1.0}
     with RewardPool(config) as pool:
-        monkeypatch.setattr(pool, "_hand_out", lambda: (_ for _ in ()).throw(KeyboardInterrupt))
+        submit = pool.submit
+
+        def interrupted(completion, row):
+            if completion == "stop":
+                raise KeyboardInterrupt
+            return submit(completion, row)
+
+        monkeypatch.setattr(pool, "submit", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            pool.score(["fine"], [{}])
-        with pytest.raises(RuntimeError, match="closed"):
-            pool.score(["fine"], [{}])
+            pool.score([*["x" * 50] * 10, "stop"], [{}] * 11)
+        assert pool.score(["x" * n for n in range(40)], [{}] * 40).total == list(range(40))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,184 @@
+"""A worker process of the reward pool, seen from both ends: the pool uses Worker, the process runs `serve`.
+
+The pool sends pickles over the process's stdin, first the setup and then lists of tasks; the setup and each task are
+answered with one line of JSON over stdout. A reward that prints writes to stderr, which the pool passes on.
+
+The process is a fresh Python that imports `rewards` and nothing of the trainer (multiprocessing would import the main
+script again). It never outlives the trainer: when its stdin closes, a thread kills it and all that its rewards
+started. A reward in C code can keep that thread from running, and is ended by an alarm that the kernel delivers.
+"""
+
+import contextlib
+import dataclasses
+import faulthandler
+import importlib
+import json
+import math
+import numbers
+import os
+import pickle
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+from subprocess import PIPE, Popen, TimeoutExpired
+from typing import Any
+
+from rewards import registry
+
+MAX_MESSAGE = 1000  # characters of what a reward raised or returned
+MAX_STDERR = 4000  # characters of stderr that are kept; a crash lists every extension module below its stack
+START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from rewards.worker import serve; serve()"
+
+
+@dataclasses.dataclass
+class Worker:
+    """The pool's end of a worker, used by one thread; `start` gives it a new process each time."""
+
+    setup: dict[str, Any]
+    start_timeout: float  # seconds
+    stop: socket.socket  # ends every wait with a RuntimeError once it can be read
+    process: Popen | None = None
+
+    def start(self) -> None:
+        """Start a process and wait until it has imported the rewards. Raises RuntimeError if it does not."""
+        self.kill()
+        path = [str(entry) for entry in sys.path] + [str(Path(__file__).resolve().parent.parent)]
+        # -P keeps the directory it is started in (it could be rewards/, with a math.py) from shadowing the stdlib.
+        command = [sys.executable, "-P", "-c", START, json.dumps(path)]
+        # A session of its own makes a group that can be killed together with what a reward starts.
+        self.process = Popen(command, stdin=PIPE, stdout=PIPE, stderr=PIPE, bufsize=0, start_new_session=True)
+        self._inbox, self._stderr = b"", ""
+        self._poll = select.poll()
+        for stream in (self.process.stdin, self.process.stdout, self.process.stderr):
+            os.set_blocking(stream.fileno(), False)
+        for readable in (self.stop, self.process.stdout, self.process.stderr):
+            self._poll.register(readable, select.POLLIN)
+        self.send(pickle.dumps(self.setup))
+        kind, message = self.receive(self.start_timeout)
+        if kind == "timeout":
+            message = f"not ready after {self.start_timeout:g} seconds; stderr: {self._stderr.strip() or 'empty'}"
+        if kind != "ready":
+            raise RuntimeError(f"A reward worker could not be started: {message}")
+
+    def is_dead(self) -> bool:
+        # While it has nothing to do, the end of its stdout is all that can be read there.
+        return any(descriptor == self.process.stdout.fileno() for descriptor, _ in self._poll.poll(0))
+
+    def send(self, message: bytes) -> None:
+        """Send it as soon as the pipe takes it, which is while `receive` waits."""
+        self._outbox = memoryview(message)
+        self._poll.register(self.process.stdin, select.POLLOUT)
+
+    def receive(self, seconds: float) -> tuple[str, Any]:
+        """The next answer of the worker: (kind, result); ("timeout", message) or ("crash", message) without one."""
+        deadline, remaining = time.monotonic() + seconds, seconds
+        while b"\n" not in self._inbox:
+            if remaining < 0:
+                return "timeout", f"took longer than {seconds:g} seconds"
+            # When it is late, what came while this thread was kept from running is still read.
+            remaining = deadline - time.monotonic()
+            for descriptor, _ in self._poll.poll(max(0.0, 1000 * remaining)):
+                if descriptor == self.stop.fileno():
+                    raise RuntimeError("The reward pool stopped its workers.")
+                if descriptor == self.process.stdin.fileno():
+                    self._write()
+                elif descriptor == self.process.stderr.fileno():
+                    self._read_stderr()
+                elif data := os.read(descriptor, 1 << 16):
+                    self._inbox += data
+                else:
+                    # Its stdout closes a moment before it has exited: wait for its own exit code.
+                    return "crash", f"its worker {self.kill(patience=1.0)}; stderr: {self._stderr.strip() or 'empty'}"
+        line, _, self._inbox = self._inbox.partition(b"\n")
+        return tuple(json.loads(line))
+
+    def kill(self, patience: float = 0.0) -> str:
+        """End the process, after up to `patience` seconds, and all it started; returns how it ended."""
+        if self.process is None:
+            return "was not started"
+        with contextlib.suppress(TimeoutExpired):
+            self.process.wait(timeout=patience)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        code = self.process.wait(timeout=10.0)
+        self._read_stderr()
+        for stream in (self.process.stdin, self.process.stdout, self.process.stderr):
+            stream.close()
+        self.process = None
+        return f"exited with code {code}" if code >= 0 else f"was ended by signal {-code} ({signal.strsignal(-code)})"
+
+    def _write(self) -> None:
+        try:
+            self._outbox = self._outbox[os.write(self.process.stdin.fileno(), self._outbox) :]
+        except BlockingIOError:
+            return
+        except BrokenPipeError:
+            self._outbox = memoryview(b"")  # Nobody reads any more, and the end of its stdout will say so.
+        if not self._outbox:
+            self._poll.unregister(self.process.stdin)
+
+    def _read_stderr(self) -> None:
+        # There may be nothing to read now, or its end may have been seen before.
+        with contextlib.suppress(BlockingIOError, KeyError):
+            data = os.read(self.process.stderr.fileno(), 1 << 16)
+            text = data.decode(errors="replace")
+            self._stderr = (self._stderr + text)[-MAX_STDERR:]
+            sys.stderr.write(text)
+            if not data:
+                self._poll.unregister(self.process.stderr)
+
+
+def serve() -> None:
+    """Read the setup, import the rewards and answer ["ready", None]; then answer tasks until stdin closes."""
+    tasks_from, answers_to = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "w")
+    # From here on the numbers 0 and 1 belong to the rewards: what they print or read is not the protocol.
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)
+    sys.stdout.reconfigure(line_buffering=True)
+    faulthandler.enable()
+    threading.Thread(target=_end_with_parent, args=(tasks_from.fileno(),), daemon=True).start()
+
+    setup = pickle.load(tasks_from)
+    for file in setup["files"]:
+        registry.load_file(file)
+    graders = {name: registry.get(name, **options) for name, options in setup["rewards"].items()}
+    for name in graders:
+        for module in registry.find(name).imports:
+            importlib.import_module(module)
+    print(json.dumps(["ready", None]), file=answers_to, flush=True)
+
+    with contextlib.suppress(EOFError):
+        while True:
+            for name, payload in pickle.load(tasks_from):
+                signal.setitimer(signal.ITIMER_REAL, setup["alarm_seconds"])
+                answer = _grade(graders[name], payload)
+                signal.setitimer(signal.ITIMER_REAL, 0)
+                print(json.dumps(answer), file=answers_to, flush=True)
+
+
+def _grade(grader: registry.RewardFunction, payload: bytes) -> tuple[str, float | str]:
+    """Compute the reward of a pickled (completion, row): ("ok", number), or (kind of failure, message)."""
+    try:
+        value = grader(*pickle.loads(payload))
+        # bool, int and numpy's numbers are fine; a tensor, a string or None is a mistake in the reward.
+        number = float(value) if isinstance(value, numbers.Real) else math.nan
+        if not math.isfinite(number):
+            return "not a number", f"returned {value!r}"[:MAX_MESSAGE]
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - a reward is anybody's code, and this is its report
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        text = f"{type(error).__name__} at {where.filename}:{where.lineno}: {error}"
+        return "exception", text[:MAX_MESSAGE]
+    return "ok", number
+
+
+def _end_with_parent(descriptor: int) -> None:
+    # Asked for no event, poll returns only when every writer has closed the pipe, whatever is queued in it.
+    watch = select.poll()
+    watch.register(descriptor, 0)
+    watch.poll()
+    os.killpg(0, signal.SIGKILL)
