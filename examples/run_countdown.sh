@@ -8,7 +8,8 @@
 #                                                      on GPUs with SGLang, from a model of the hub or a folder
 #
 # Arguments are settings (key=value) of the training. NAME=... names the run (countdown), SEED=... seeds it (0), and
-# NPROC=... is the number of processes that train (1).
+# NPROC=... is the number of processes that train (1). A second start moves what the first one left to
+# NAME/grpo.previous-1 and so on; with checkpoint.resume=true it goes on with it.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 preset=${PRESET:-search}
@@ -25,6 +26,11 @@ processes=${NPROC:-1}
 [[ $processes =~ ^[1-9][0-9]*$ ]] || fail "NPROC=$processes is not a number of processes: use 1 or more."
 [[ $seed =~ ^[0-9]+$ ]] || fail "SEED=$seed is not a seed: use a whole number."
 
+overwrite=true
+[[ " $* " != *" checkpoint.resume=true "* ]] || overwrite=false
+# What a run that goes on finds made is not made again.
+missing() { [ "$overwrite" = true ] || [ ! -f "$1" ]; }
+
 trainer() {
     if [ "$processes" -gt 1 ]; then
         python -m torch.distributed.run --standalone --nproc-per-node "$processes" -m trainer "$@"
@@ -35,9 +41,12 @@ trainer() {
 
 if [ -n "${MODEL:-}" ]; then
     data=runs/countdown-text
-    python examples/countdown.py "$data" --text --seed "$seed"
+    if missing "$data/train.jsonl"; then
+        python examples/countdown.py "$data" --text --seed "$seed"
+    fi
     trainer train examples/countdown_gpu.yaml "model.path=$MODEL" "data.train=$data/train.jsonl" \
-        "data.eval=$data/heldout.jsonl" "seed=$seed" "tracking.name=${NAME:-countdown-gpu}" "$@"
+        "data.eval=$data/heldout.jsonl" "seed=$seed" "tracking.name=${NAME:-countdown-gpu}" \
+        "checkpoint.overwrite=$overwrite" "$@"
 else
     configs=examples/countdown
     case $preset in
@@ -46,11 +55,16 @@ else
     *) fail "PRESET=$preset is not a preset: use search, direct, hard or large." ;;
     esac
     name=${NAME:-countdown}
-    python examples/countdown.py "runs/$name/data" --preset "$preset" --seed "$seed"
-    # A step of the warm start is too short to gain from a second process.
-    python -m trainer sft "$warm_start" "model.path=runs/$name/data/model" \
-        "data.train=runs/$name/data/demonstrations.jsonl" "seed=$seed" "tracking.name=$name/warm-start"
+    if missing "runs/$name/data/demonstrations.jsonl"; then
+        python examples/countdown.py "runs/$name/data" --preset "$preset" --seed "$seed"
+    fi
+    if missing "runs/$name/warm-start/model/tokenizer.json"; then
+        # A step of the warm start is too short to gain from a second process.
+        python -m trainer sft "$warm_start" "model.path=runs/$name/data/model" "seed=$seed" \
+            "data.train=runs/$name/data/demonstrations.jsonl" "tracking.name=$name/warm-start" \
+            checkpoint.overwrite=true
+    fi
     trainer train "$grpo" "model.path=runs/$name/warm-start/model" \
         "data.train=runs/$name/data/train.jsonl" "data.eval=runs/$name/data/heldout.jsonl" \
-        "seed=$seed" "tracking.name=$name/grpo" "$@"
+        "seed=$seed" "tracking.name=$name/grpo" "checkpoint.overwrite=$overwrite" "$@"
 fi

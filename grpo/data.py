@@ -1,27 +1,18 @@
-"""The prompts: loading dataset rows, rendering and tokenising them once, and the order they are trained in.
+"""How dataset rows become prompts: rendered (template, chat, opening) and tokenised once, before a model is loaded.
 
-`load_rows` turns a source (a file, a hub name or a Python function) into rows, `tokenize_prompts` turns rows into
-`Prompts`, and `PromptStream` hands these out in a seeded order that resumes exactly. Everything here runs before
-a model is loaded, and what is wrong with the data is one sentence.
+Rows come from grpo/sources.py; grpo/stream.py decides the order in which the prompts are given out.
 """
 
-import importlib
-import importlib.util
-import random
 import string
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import datasets
-import httpx
-import huggingface_hub
-import pyarrow
-from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from grpo.config import ConfigError, choose, nearest, option
+from grpo.config import ConfigError, choose, option
+from grpo.sources import did_you_mean, load_rows, reason
 
 
 @dataclass
@@ -56,90 +47,59 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt: its row number in the source, its token ids, its text as tokenised, and the row, unchanged."""
+    """One prompt and the dataset row it was made of."""
 
-    index: int
+    index: int  # of the row in its source
     tokens: list[int]
-    text: str
-    row: dict[str, Any]
+    text: str  # what was tokenised
+    row: dict[str, Any]  # all columns, unchanged
 
 
 class Prompts(Sequence[Prompt]):
-    """Tokenised prompts by position; rows are read when asked for. `dropped` counts those that were too long."""
+    """The tokenised prompts of the rows `kept`, each with its row read when asked for."""
 
     def __init__(self, rows: datasets.Dataset, texts: list[str], tokens: list[list[int]], kept: list[int]):
-        self._rows, self._texts, self._tokens, self._kept = rows, texts, tokens, kept
-        self.dropped = len(rows) - len(kept)
+        self._kept, self._rows = kept, rows if len(kept) == len(rows) else rows.select(kept)
+        self._tokens, self._texts = [tokens[index] for index in kept], [texts[index] for index in kept]
 
     def __len__(self) -> int:
         return len(self._kept)
 
-    def __getitem__(self, position: int) -> Prompt:
-        index = self._kept[position]
-        return Prompt(index, self._tokens[index], self._texts[index], self._rows[index])
+    def __getitem__(self, i: int) -> Prompt:
+        return Prompt(self._kept[i], self._tokens[i], self._texts[i], self._rows[i])
 
     def __iter__(self) -> Iterator[Prompt]:
-        # In order, many rows are read at once: far faster than asking for each.
-        rows = self._rows.select(self._kept) if self.dropped else self._rows
-        kept = iter(self._kept)
-        for columns in rows.iter(batch_size=1000):
-            for values in zip(*columns.values(), strict=True):
-                index = next(kept)
-                row = dict(zip(columns, values, strict=True))
-                yield Prompt(index, self._tokens[index], self._texts[index], row)
+        # Many rows are read at once, which is far faster than one by one.
+        batches = (zip(*columns.values(), strict=True) for columns in self._rows.iter(batch_size=1000))
+        rows = (dict(zip(self._rows.column_names, values, strict=True)) for batch in batches for values in batch)
+        return map(Prompt, self._kept, self._tokens, self._texts, rows)
 
 
-def load_prompts(config: DataConfig, tokenizer: PreTrainedTokenizerBase, part: str) -> Prompts:
-    """The prompts of `part`, "train" or "eval", from its source to its tokens; raises ConfigError."""
-    source = getattr(config, part)
+def load_prompts(config: DataConfig, tokenizer: Tokenizer, split: str) -> Prompts:
+    """The prompts of `split`, "train" or "eval": loaded, rendered and tokenised; raises ConfigError."""
+    key, source = f"data.{split}", getattr(config, split)
     if source is None:
-        raise ConfigError(f"data.{part} is not set: give it a file, a hub name or module:function.")
-    rows = load_rows(source, getattr(config, f"{part}_split"), config.subset, f"data.{part}")
-    if part == "eval" and config.eval_limit is not None:
+        raise ConfigError(f"{key} is not set: give it a file, a hub name or module:function.")
+    rows = load_rows(source, getattr(config, f"{split}_split"), config.subset, key)
+    if split == "eval" and config.eval_limit is not None:
         if config.eval_limit < 1:
             raise ConfigError(f"data.eval_limit={config.eval_limit} leaves no rows: give at least 1 or null.")
         rows = rows.select(range(min(config.eval_limit, len(rows))))
-    return tokenize_prompts(rows, tokenizer, config, f"data.{part}")
-
-
-def load_rows(source: str, split: str, subset: str | None = None, key: str = "data.train") -> datasets.Dataset:
-    """The rows of `source` (see `DataConfig.train`); what exists on disk wins over a hub name.
-
-    Raises ConfigError, naming the setting `key`, for a source that is missing, unreachable, unreadable or empty
-    and for a split it does not have.
-    """
-    path = Path(source).expanduser()
-    module, colon, function = source.rpartition(":")
-    if path.is_file():
-        rows = _read_file(path, key)
-    elif (path / "dataset_dict.json").is_file() or (path / "dataset_info.json").is_file():
-        rows = _pick_split(datasets.load_from_disk(str(path)), source, split, key)
-    elif colon:
-        rows = _run_function(module, function, split, key)
-    elif path.is_dir() or not _looks_like_path(source):
-        rows = _load_dataset(source, split, subset, key)
-    else:
-        raise ConfigError(f"{key}: there is no file {source}{_nearest_file(path)}; give the path of a file.")
-    if not len(rows):
-        raise ConfigError(f"{key}: {source} holds no rows; give a source with at least one.")
-    return rows
+    return tokenize_prompts(rows, tokenizer, config, key)
 
 
 def tokenize_prompts(
-    rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, config: DataConfig, key: str = "data.train"
+    rows: datasets.Dataset, tokenizer: Tokenizer, config: DataConfig, key: str = "data.train"
 ) -> Prompts:
-    """Render and tokenise every row once.
+    """Render and tokenise every row.
 
-    A raw prompt gets the special tokens the tokenizer adds by itself (such as a leading bos); one from the chat
-    template gets none, because the template writes its own. Raises ConfigError, naming the setting and the row,
-    for columns, templates and prompts that do not fit.
+    A raw prompt gets the special tokens that the tokenizer adds by itself (such as a leading bos); a chat prompt gets
+    none, because the template writes its own. Raises ConfigError, naming the setting and the row, where a column, the
+    template or a prompt does not fit.
     """
     choose(config.too_long, ("error", "drop"), "data.too_long")
     texts = _render(rows, tokenizer, config)
-    tokens: list[list[int]] = []
-    for start in range(0, len(texts), 1000):
-        batch = tokenizer(texts[start : start + 1000], add_special_tokens=not config.chat)
-        tokens.extend(batch["input_ids"])
+    tokens = _tokenize(texts, tokenizer, add_special_tokens=not config.chat)
     for index, ids in enumerate(tokens):
         if not ids:
             raise ConfigError(f"{key}: the prompt of row {index} is empty; remove the row or fill its prompt.")
@@ -160,201 +120,34 @@ def tokenize_prompts(
     return Prompts(rows, texts, tokens, kept)
 
 
-def tokenize_responses(
-    prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, config: DataConfig, key: str = "data.train"
-) -> list[list[int]]:
+def tokenize_responses(prompts: Sequence[Prompt], tokenizer: Tokenizer, config: DataConfig) -> list[list[int]]:
     """The token ids of each prompt's response to imitate, with the tokenizer's eos token at its end.
 
     Raises ConfigError where the response column is missing or not text, and where the tokenizer has no eos token.
     """
     if tokenizer.eos_token_id is None:
-        raise ConfigError(
-            f"{key}: the tokenizer has no eos token to end a response with; set eos_token in its tokenizer_config.json."
-        )
+        raise ConfigError("The tokenizer has no eos token to end responses with: set it in its tokenizer_config.json.")
     column = config.response_column
     _require_column(column, list(prompts[0].row), "data.response_column")
-    texts = []
-    for prompt in prompts:
-        if not isinstance(prompt.row[column], str):
+    texts = [prompt.row[column] for prompt in prompts]
+    for prompt, text in zip(prompts, texts, strict=True):
+        if not isinstance(text, str):
             raise ConfigError(
-                f"data.response_column: row {prompt.index} holds {prompt.row[column]!r:.60} in {column}, which is "
-                "not text; name a text column."
+                f"data.response_column: row {prompt.index} holds {text!r:.60} in {column}; name a column of text."
             )
-        texts.append(prompt.row[column])
-    tokens: list[list[int]] = []
-    for start in range(0, len(texts), 1000):
-        tokens.extend(tokenizer(texts[start : start + 1000], add_special_tokens=False)["input_ids"])
-    return [[*ids, tokenizer.eos_token_id] for ids in tokens]
+    return [[*ids, tokenizer.eos_token_id] for ids in _tokenize(texts, tokenizer, add_special_tokens=False)]
 
 
-class PromptStream:
-    """Prompts without end: every epoch gives each prompt once, in an order made from the seed and the epoch alone.
-
-    A step that crosses the border of an epoch takes the rest from the next one, so it may hold a prompt twice.
-    Raises ConfigError, naming the setting `key`, for fewer prompts than one step takes.
-    """
-
-    def __init__(
-        self,
-        prompts: Sequence[Prompt],
-        prompts_per_step: int,
-        seed: int = 0,
-        shuffle: bool = True,
-        key: str = "algorithm.prompts_per_step",
-    ):
-        if not 1 <= prompts_per_step <= len(prompts):
-            raise ConfigError(
-                f"{key}={prompts_per_step} does not fit a dataset of {len(prompts)} prompts (data.train); "
-                f"set it between 1 and {len(prompts)}."
-            )
-        self.prompts, self.prompts_per_step, self.seed, self.shuffle = prompts, prompts_per_step, seed, shuffle
-        self.given = 0
-        self._order = self._order_of(0)
-
-    @property
-    def epoch(self) -> float:
-        """How many times the dataset has been gone through."""
-        return self.given / len(self.prompts)
-
-    def next(self, count: int | None = None) -> list[Prompt]:
-        """The next `count` prompts; where it is not said, the `prompts_per_step` of a step."""
-        step = []
-        for _ in range(self.prompts_per_step if count is None else count):
-            step.append(self.prompts[self._order[self.given % len(self.prompts)]])
-            self.given += 1
-            if self.given % len(self.prompts) == 0:
-                self._order = self._order_of(self.given // len(self.prompts))
-        return step
-
-    def state_dict(self) -> dict[str, int | bool]:
-        """What `load_state_dict` needs to go on with the very next prompt; plain numbers, fit for JSON."""
-        return {"given": self.given, "size": len(self.prompts), "seed": self.seed, "shuffle": self.shuffle}
-
-    def load_state_dict(self, state: dict[str, int | bool]) -> None:
-        """Go on where `state` was taken; raises ConfigError where it belongs to another order of prompts."""
-        here = self.state_dict()
-        settings = {"size": "data.train has {} prompts", "seed": "seed is {}", "shuffle": "data.shuffle is {}"}
-        for name, says in settings.items():
-            if state[name] != here[name]:
-                raise ConfigError(
-                    f"The checkpoint cannot be resumed: {says.format(here[name])} but it was {state[name]} when the "
-                    "checkpoint was saved; set it back or start a new run."
-                )
-        self.given = int(state["given"])
-        self._order = self._order_of(self.given // len(self.prompts))
-
-    def _order_of(self, epoch: int) -> list[int]:
-        order = list(range(len(self.prompts)))
-        if self.shuffle:
-            random.Random(f"prompts {self.seed} {epoch}").shuffle(order)
-        return order
+def _tokenize(texts: list[str], tokenizer: Tokenizer, add_special_tokens: bool) -> list[list[int]]:
+    batches = (texts[start : start + 1000] for start in range(0, len(texts), 1000))
+    return [ids for batch in batches for ids in tokenizer(batch, add_special_tokens=add_special_tokens)["input_ids"]]
 
 
-def _read_file(path: Path, key: str) -> datasets.Dataset:
-    readers = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
-    if path.suffix not in readers:
-        raise ConfigError(
-            f"{key}: {path} is not a kind of file that can be read; give one of {', '.join(readers)} "
-            "or file.py:function."
-        )
-    if not path.stat().st_size:
-        raise ConfigError(f"{key}: {path} holds no rows; give a source with at least one.")
-    try:
-        return datasets.load_dataset(readers[path.suffix], data_files=str(path))["train"]
-    except (datasets.exceptions.DatasetsError, ValueError, OSError) as error:
-        raise ConfigError(
-            f"{key}: {path} holds no rows that can be read as {path.suffix[1:]} ({_reason(error)}); repair the file."
-        ) from error
-
-
-def _load_dataset(source: str, split: str, subset: str | None, key: str) -> datasets.Dataset:
-    if not Path(source).is_dir() and not datasets.config.HF_HUB_OFFLINE:
-        _require_on_hub(source, key)
-    try:
-        return datasets.load_dataset(source, subset, split=split)
-    except (ConnectionError, httpx.HTTPError) as error:
-        raise ConfigError(
-            f"{key}: {source} is no file here and the Hugging Face hub cannot be reached ({_reason(error)}); give "
-            "the path of a local file."
-        ) from error
-    except (datasets.exceptions.DatasetsError, ValueError, OSError) as error:
-        raise ConfigError(
-            f"{key}: {source} cannot be loaded with {key}_split={split} and data.subset={subset} "
-            f"({_reason(error)}); correct these or give the path of a local file."
-        ) from error
-
-
-def _require_on_hub(name: str, key: str) -> None:
-    # datasets tries an unreachable hub again for half a minute and more; one short request answers first.
-    try:
-        huggingface_hub.HfApi().dataset_info(name, timeout=10)
-    except (RepositoryNotFoundError, HFValidationError) as error:
-        raise ConfigError(
-            f"{key}: {name} is neither a file here nor a dataset you can read on the Hugging Face hub; correct it or "
-            "give the path of a local file."
-        ) from error
-    except (httpx.HTTPError, OSError) as error:
-        raise ConfigError(
-            f"{key}: {name} is no file here and the Hugging Face hub cannot be reached ({_reason(error)}); give the "
-            "path of a local file, or set HF_HUB_OFFLINE=1 if the dataset was downloaded before."
-        ) from error
-
-
-def _pick_split(loaded: datasets.Dataset | datasets.DatasetDict, source: str, split: str, key: str) -> datasets.Dataset:
-    if isinstance(loaded, datasets.Dataset):
-        return loaded
-    if split not in loaded:
-        raise ConfigError(f"{key}_split={split}: {source} has no such split; use one of {', '.join(loaded)}.")
-    return loaded[split]
-
-
-def _run_function(module: str, name: str, split: str, key: str) -> datasets.Dataset:
-    function = _find_function(module, name, key)
-    rows = list(function(split))
-    for index, row in enumerate(rows):
-        if not isinstance(row, dict):
-            raise ConfigError(
-                f"{key}: {module}:{name} yields {row!r:.60} as row {index}; let it yield dicts of columns."
-            )
-    columns = dict.fromkeys(column for row in rows for column in row)
-    try:
-        return datasets.Dataset.from_dict({column: [row.get(column) for row in rows] for column in columns})
-    except (pyarrow.ArrowException, ValueError, TypeError) as error:
-        raise ConfigError(
-            f"{key}: the rows of {module}:{name} do not share types ({_reason(error)}); give each column one type."
-        ) from error
-
-
-def _find_function(module: str, name: str, key: str) -> Callable[[str], Iterable[dict]]:
-    if module.endswith(".py"):
-        path = Path(module).expanduser()
-        if not path.is_file():
-            raise ConfigError(f"{key}: there is no file {module}{_nearest_file(path)}; give it as file.py:function.")
-        spec = importlib.util.spec_from_file_location(path.stem, path)
-        loaded = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(loaded)
-    else:
-        try:
-            loaded = importlib.import_module(module)
-        except ModuleNotFoundError as error:
-            raise ConfigError(
-                f"{key}: there is no module {module} to take {name} from (missing: {error.name}); install it or give "
-                "file.py:function."
-            ) from error
-    function = getattr(loaded, name, None)
-    if not callable(function):
-        names = [other for other in vars(loaded) if callable(getattr(loaded, other))]
-        raise ConfigError(f"{key}: {module} has no function {name}{_nearest(name, names)}; name one it has.")
-    return function
-
-
-def _render(rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> list[str]:
+def _render(rows: datasets.Dataset, tokenizer: Tokenizer, config: DataConfig) -> list[str]:
     if config.system is not None and not config.chat:
         raise ConfigError("data.system needs a chat template: set data.chat=true or write it into data.template.")
     if config.chat and not tokenizer.chat_template:
-        raise ConfigError(
-            "data.chat=true but the tokenizer has no chat template: set data.chat=false or use a model that has one."
-        )
+        raise ConfigError("data.chat=true, but the tokenizer has no chat template: set data.chat=false.")
     if config.template is None:
         _require_column(config.prompt_column, rows.column_names, "data.prompt_column")
         contents = rows[config.prompt_column][:]
@@ -384,7 +177,7 @@ def _template_columns(template: str, columns: list[str]) -> list[str]:
         fields = [field for _, field, _, _ in string.Formatter().parse(template) if field is not None]
     except ValueError as error:
         raise ConfigError(
-            f"data.template is not a format string ({_reason(error)}): write a brace meant as text twice, {{{{ or }}}}."
+            f"data.template is not a format string ({reason(error)}): write a brace meant as text twice, {{{{ or }}}}."
         ) from error
     names = list(dict.fromkeys(field.split(".")[0].split("[")[0] for field in fields))
     if not names:
@@ -402,35 +195,13 @@ def _fill(template: str, row: dict[str, Any], index: int) -> str:
         return template.format(**row)
     except (ValueError, TypeError, LookupError, AttributeError) as error:
         raise ConfigError(
-            f"data.template cannot be filled from row {index} ({_reason(error)}): correct its braces or the row."
+            f"data.template cannot be filled from row {index} ({reason(error)}): correct its braces or the row."
         ) from error
 
 
 def _require_column(name: str, columns: list[str], key: str) -> None:
     if name not in columns:
         raise ConfigError(
-            f"{key} names the column {name!r}, which the data does not have{_nearest(name, columns)}; use one of "
+            f"{key} names the column {name!r}, which the data does not have{did_you_mean(name, columns)}; use one of "
             f"{', '.join(columns)}."
         )
-
-
-def _looks_like_path(source: str) -> bool:
-    endings = (".json", ".jsonl", ".parquet", ".csv")
-    return source.startswith((".", "/", "~")) or source.endswith(endings) or source.count("/") > 1
-
-
-def _nearest_file(path: Path) -> str:
-    folder = path.parent
-    if not folder.is_dir():
-        return f" (nor a folder {folder})"
-    return _nearest(path.name, [entry.name for entry in folder.iterdir()])
-
-
-def _nearest(name: str, known: list[str]) -> str:
-    near = nearest(name, known)
-    return f" (did you mean {near}?)" if near else ""
-
-
-def _reason(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0].rstrip(".") if lines else type(error).__name__

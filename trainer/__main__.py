@@ -11,7 +11,6 @@ from pathlib import Path
 import datasets
 import torch.distributed as dist
 import transformers
-from omegaconf import OmegaConf
 
 from grpo.config import ConfigError, describe, load
 from trainer.algorithms import describe_algorithm, list_algorithms
@@ -19,21 +18,24 @@ from trainer.checkpoint import export
 from trainer.config import RunConfig, SftConfig, TrainConfig
 from trainer.prove import prove
 from trainer.report import plot
+from trainer.runs import open_run, run_folder
 from trainer.sft import run_sft
-from trainer.tracking import run_folder
 from trainer.trainer import Trainer
-from workers.parallel.mesh import join, leave, pick_device
-from workers.parallel.policy import ModelConfig
+from workers.dispatch import on_controller
+from workers.parallel.mesh import is_controller, join, leave, pick_device
 
-SCHEMAS = {"train": TrainConfig, "sft": SftConfig, "prove": TrainConfig}
+COMMANDS = {
+    "train": (TrainConfig, "reinforcement learning from rewards"),
+    "sft": (SftConfig, "supervised training on demonstrations"),
+    "prove": (TrainConfig, "check that an update is the same however cut, and nothing moves at a learning rate of 0"),
+}
 
 
 def settings_help(schema: type) -> str:
     """Every setting of a command with its type, default and meaning, as --help shows it."""
     lines = ["settings (key=value on the command line, or in the YAML file):"]
     for key, kind, default, doc in describe(schema):
-        shown = "null" if default is None else repr(default)
-        lines += [f"  {key} ({kind}, default {shown})", f"      {doc}"]
+        lines += [f"  {key} ({kind}, default {'null' if default is None else repr(default)})", f"      {doc}"]
     return "\n".join(lines)
 
 
@@ -68,20 +70,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    abouts = {
-        "train": "reinforcement learning from rewards",
-        "sft": "supervised training on demonstrations",
-        "prove": "check on your model, processes and rewards that an update is the same however it is cut, and that a "
-        "run with a learning rate of 0 stands still",
-    }
-    for name, schema in SCHEMAS.items():
-        command = commands.add_parser(
-            name,
-            help=abouts[name],
-            description=abouts[name],
-            epilog=settings_help(schema),
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
+    for name, (schema, about) in COMMANDS.items():
+        texts = {"help": about, "description": about, "epilog": settings_help(schema)}
+        command = commands.add_parser(name, **texts, formatter_class=argparse.RawDescriptionHelpFormatter)
         command.add_argument("config", nargs="?", help="YAML file of settings")
         command.add_argument("overrides", nargs="*", metavar="key=value", help="settings that win over the file")
     command = commands.add_parser("export", help="write a run's checkpoint as a Hugging Face folder")
@@ -101,32 +92,24 @@ def train(command: str, config_path: str | None, overrides: list[str]) -> None:
     """Run `train`, `sft` or `prove` on the processes that torchrun started, or on this one alone."""
     if config_path is not None and "=" in config_path:
         config_path, overrides = None, [config_path, *overrides]
-    config = load(SCHEMAS[command], config_path, overrides)
+    config = load(COMMANDS[command][0], config_path, overrides)
     config.check(int(os.environ.get("WORLD_SIZE", 1)))
     device = pick_device(config.device)
     join(device, config.timeout_seconds)
+    holds = True
     if command == "prove":
         config.tracking.name = config.tracking.name or "proof"
-    folder = [run_folder(config.tracking)]
-    dist.broadcast_object_list(folder)  # an unnamed run is named after the controller's clock
-    held = True
-    if command == "sft":
-        run_sft(config, device, folder[0])
-    elif command == "prove":
-        held = prove(config, device, folder[0])
+        holds = prove(config, device, run_folder(config.tracking))
     else:
-        Trainer(config, device, folder[0]).run()
+        shared = [on_controller(lambda: open_run(config))]
+        dist.broadcast_object_list(shared)
+        if command == "sft":
+            run_sft(config, device, shared[0])
+        else:
+            Trainer(config, device, shared[0]).run()
     leave()
-    if not held:
+    if not holds:
         sys.exit(1)
-
-
-def model_of(run: Path) -> str:
-    """The model.path that a run started from; raises ConfigError where `run` is not a run's folder."""
-    saved = run / "config.yaml"
-    if not saved.is_file():
-        raise ConfigError(f"{run} is not the folder of a run: there is no {saved}.")
-    return OmegaConf.load(saved).model.path
 
 
 def main() -> None:
@@ -139,10 +122,10 @@ def main() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=UserWarning, module="cutlass")
     try:
-        if arguments.command in SCHEMAS:
+        if arguments.command in COMMANDS:
             train(arguments.command, arguments.config, arguments.overrides)
         elif arguments.command == "export":
-            checkpoint = export(arguments.run, arguments.out, ModelConfig(path=model_of(arguments.run)), arguments.step)
+            checkpoint = export(arguments.run, arguments.out, arguments.step)
             print(f"{arguments.out} holds the policy of {checkpoint}.")
         elif arguments.command == "algorithms":
             print(describe_algorithm(arguments.name) if arguments.name else list_algorithms())
@@ -152,7 +135,7 @@ def main() -> None:
             plot(arguments.runs, arguments.out)
             print(f"{arguments.out} shows {len(arguments.runs)} run(s).")
     except ConfigError as error:
-        if int(os.environ.get("RANK", 0)) == 0:
+        if is_controller():
             print(f"error: {error}", file=sys.stderr)
         else:
             time.sleep(10)  # torchrun ends all of them as soon as one has ended, which must be the one that speaks

@@ -1,14 +1,14 @@
-"""Owns what a run leaves on disk to go on from: sharded checkpoints, and their export to a Hugging Face folder.
+"""Sharded checkpoints, from which a run goes on, and their export to a Hugging Face folder.
 
 A checkpoint holds the model, the optimizer, the position in schedule and data, and the random states. It is
-written under a temporary name and renamed when it is whole, so that a folder named step-... can be trusted.
+written under a temporary name and renamed when it is complete, so that a folder named step-... can be trusted.
 """
 
 import contextlib
 import json
 import shutil
 import warnings
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,72 +16,77 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import transformers
+from omegaconf import OmegaConf
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
-from grpo.config import ConfigError
+from grpo.config import ConfigError, option
 from workers.actor import ActorWorker
+from workers.models.hub import ModelConfig, local_folder, read_config, read_tokenizer
 from workers.parallel.lora import LoraConfig, adapter_name
-from workers.parallel.policy import PREFIX, ModelConfig, local_folder, read_config, read_tokenizer
+from workers.parallel.mesh import is_controller
+from workers.parallel.policy import PREFIX
 
 TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)
 """What a checkpoint holds: frozen weights stay in the folder that the run started from."""
 
 
+@dataclass
+class CheckpointConfig:
+    """How often a run is saved, and what happens to an earlier run of the same name."""
+
+    every: int = option(50, "Steps between checkpoints; 0 saves after the last step only.")
+    keep: int = option(2, "Newest checkpoints that are kept.")
+    resume: bool = option(False, "Go on from the newest checkpoint of the run tracking.name.")
+    overwrite: bool = option(False, "Begin anew under a name that has checkpoints; the earlier run is moved aside.")
+
+    def check(self, name: str | None) -> None:
+        """Raise ConfigError where the settings cannot work for a run of this `name`."""
+        if self.keep < 1 or self.every < 0:
+            raise ConfigError("checkpoint.keep must be at least 1 and checkpoint.every at least 0.")
+        if self.resume and not name:
+            raise ConfigError("checkpoint.resume needs tracking.name: the name of the run to go on with.")
+        if self.resume and self.overwrite:
+            raise ConfigError(
+                "checkpoint.resume=true goes on with a run, checkpoint.overwrite=true begins it anew: set one of them."
+            )
+
+
 class Checkpoints:
-    """The checkpoints of one run, in its folder `checkpoints`; the newest `keep` stay."""
+    """Saves and loads the checkpoints of one run, in its folder `checkpoints`; the newest `keep` stay."""
 
     def __init__(self, run_folder: Path, keep: int) -> None:
-        self.folder, self.keep = run_folder / "checkpoints", keep
+        self.run_folder, self.keep = run_folder, keep
 
-    def newest(self) -> Path | None:
-        """The newest whole checkpoint, or None."""
-        return max(self.whole(), default=None)
-
-    def whole(self) -> list[Path]:
-        """The whole checkpoints, oldest first."""
-        return sorted(self.folder.glob("step-" + "[0-9]" * 8))
-
-    def start_anew(self) -> None:
-        """Put what an earlier run left in this folder out of the way, so that it is never taken for this run's."""
-        if self.folder.is_dir():
-            previous = self.folder.with_name("checkpoints.previous")
-            shutil.rmtree(previous, ignore_errors=True)
-            self.folder.rename(previous)
-
-    def save(self, step: int, actor: ActorWorker, position: dict[str, Any] | None) -> None:
-        """Write the checkpoint of `step`; every rank must take part. `position` is the controller's: the data's."""
-        whole = self.folder / f"step-{step:08d}"
-        part = whole.with_suffix(".partial")
-        if dist.get_rank() == 0:
-            shutil.rmtree(part, ignore_errors=True)
-            part.mkdir(parents=True)
+    def save(self, step: int, actor: ActorWorker, data: dict[str, Any] | None) -> None:
+        """Write the checkpoint of `step`. Every rank must call it; `data` is the controller's state of the data."""
+        final = self.run_folder / "checkpoints" / f"step-{step:08d}"
+        partial = final.with_suffix(".partial")
+        if is_controller():
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
         dist.barrier()
         actor.optimizer_offload.wait()
         model, optimizer = get_state_dict(actor.policy, actor.optimizer, options=TRAINED)
-        dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=part)
-        torch.save(_random_states(), part / f"random-{dist.get_rank()}.pt")
+        dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=partial)
+        torch.save(_random_states(), partial / f"random-{dist.get_rank()}.pt")
         dist.barrier()
-        if dist.get_rank() == 0:
-            progress = {"step": step, "updates": actor.updates, "version": actor.version, "data": position}
+        if is_controller():
+            progress = {"step": step, "updates": actor.updates, "version": actor.version, "data": data}
             progress["lora"] = asdict(actor.config.lora)
-            (part / "progress.json").write_text(json.dumps(progress))
-            part.rename(whole)
-            for old in self.whole()[: -self.keep]:
+            (partial / "progress.json").write_text(json.dumps(progress))
+            partial.rename(final)
+            for old in list(complete_checkpoints(self.run_folder).values())[: -self.keep]:
                 old.rename(old.with_suffix(".partial"))  # before its files go: a kill must not leave half of it
-            for part in self.folder.glob("*.partial"):
-                shutil.rmtree(part)
+            for partial in final.parent.glob("*.partial"):
+                shutil.rmtree(partial)
         dist.barrier()
 
-    def progress(self, checkpoint: Path) -> dict[str, Any]:
-        """How far `checkpoint` is: its `step`, `updates` and `version`, the `data`'s position, and what `lora` was."""
-        return json.loads((checkpoint / "progress.json").read_text())
-
-    def load(self, checkpoint: Path, actor: ActorWorker) -> int:
-        """Bring `actor` to `checkpoint`, whatever layout saved it; returns its step.
+    def load(self, checkpoint: Path, actor: ActorWorker) -> None:
+        """Bring `actor` to `checkpoint`, whatever layout saved it; every rank must call it.
 
         Raises ConfigError where the checkpoint was trained with other settings of actor.lora.
         """
-        progress = self.progress(checkpoint)
+        progress = read_progress(checkpoint)
         saved, present = LoraConfig(**progress.get("lora", {})), actor.config.lora
         if saved != present and (saved.rank or present.rank):
             raise ConfigError(
@@ -97,45 +102,50 @@ class Checkpoints:
         states = checkpoint / f"random-{dist.get_rank()}.pt"
         if states.is_file():
             _set_random_states(torch.load(states))
-        return progress["step"]
 
 
-def export(run_folder: Path, out: Path, model: ModelConfig, step: int | None = None) -> Path:
+def complete_checkpoints(run_folder: Path) -> dict[int, Path]:
+    """The complete checkpoints of a run by their step, oldest first."""
+    return {int(path.name[5:]): path for path in sorted(run_folder.glob("checkpoints/step-" + "[0-9]" * 8))}
+
+
+def read_progress(checkpoint: Path) -> dict[str, Any]:
+    """How far `checkpoint` is: `step`, `updates` and `version`, the state of the `data`, and the settings of `lora`."""
+    return json.loads((checkpoint / "progress.json").read_text())
+
+
+def export(run_folder: Path, out: Path, step: int | None = None) -> Path:
     """Write a run's checkpoint (the newest, or that of `step`) to `out` as a Hugging Face folder, in float32.
 
-    `model` names the folder the run started from, for its config and tokenizer, and for the weights where adapters
-    were trained, which are written merged. Needs no process group. Returns the checkpoint. Raises ConfigError where
-    there is no such checkpoint.
+    Config and tokenizer, and the weights into which trained adapters are merged, are those of the model that the run
+    started from. Needs no process group. Returns the checkpoint. Raises ConfigError where there is none.
     """
-    checkpoints = Checkpoints(run_folder, keep=1)
-    wanted = checkpoints.newest() if step is None else checkpoints.folder / f"step-{step:08d}"
-    if wanted is None or not wanted.is_dir():
-        there = [int(path.name[5:]) for path in checkpoints.whole()]
-        raise ConfigError(
-            f"{run_folder} has no checkpoint{'' if step is None else f' of step {step}'}: "
-            + (
-                f"it has those of steps {', '.join(map(str, there))}."
-                if there
-                else "give the folder of a run with one."
-            )
-        )
+    saved = run_folder / "config.yaml"
+    if not saved.is_file():
+        raise ConfigError(f"{run_folder} is not the folder of a run: there is no {saved}.")
+    model = ModelConfig(path=OmegaConf.load(saved).model.path)
+    there = complete_checkpoints(run_folder)
+    checkpoint = there.get(max(there, default=None) if step is None else step)
+    if checkpoint is None:
+        has = f"it has those of steps {', '.join(map(str, there))}" if there else "give the folder of a run with one"
+        raise ConfigError(f"{run_folder} has no checkpoint{'' if step is None else f' of step {step}'}: {has}.")
     causal_lm = transformers.AutoModelForCausalLM.from_config(read_config(model), dtype=torch.float32)
     weights = dict(causal_lm.named_parameters())
-    lora = LoraConfig(**checkpoints.progress(wanted).get("lora", {}))
+    lora = LoraConfig(**read_progress(checkpoint).get("lora", {}))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as it is meant to be here
         if lora.rank:
             reader = dcp.HuggingFaceStorageReader(local_folder(model.path))
             dcp.load(weights, storage_reader=reader, no_dist=True)
-            _add_adapters(wanted, lora, weights)
+            _add_adapters(checkpoint, lora, weights)
         else:
             weights = {f"{PREFIX}{name}": tensor for name, tensor in weights.items()}
-            dcp.load({"model": weights}, checkpoint_id=wanted, no_dist=True)
+            dcp.load({"model": weights}, checkpoint_id=checkpoint, no_dist=True)
     causal_lm.save_pretrained(out)
     read_tokenizer(model).save_pretrained(out)
     with contextlib.suppress(OSError):  # a model folder need not have one
         transformers.GenerationConfig.from_pretrained(model.path).save_pretrained(out)
-    return wanted
+    return checkpoint
 
 
 def _add_adapters(checkpoint: Path, lora: LoraConfig, weights: dict[str, torch.Tensor]) -> None:
@@ -151,10 +161,8 @@ def _add_adapters(checkpoint: Path, lora: LoraConfig, weights: dict[str, torch.T
 
 
 def _random_states() -> dict[str, torch.Tensor]:
-    states = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        states["cuda"] = torch.cuda.get_rng_state()
-    return states
+    cuda = {"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {}
+    return {"cpu": torch.get_rng_state(), **cuda}
 
 
 def _set_random_states(states: dict[str, torch.Tensor]) -> None:

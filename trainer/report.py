@@ -9,26 +9,13 @@ from rich import box
 from rich.table import Table
 
 from grpo.config import ConfigError
-from trainer.tracking import read_rows
+from trainer.record import read_metrics
 
 
-def read_metrics(run_folder: Path) -> list[dict]:
-    """The rows of a run's metrics.jsonl by ascending step, null read as NaN; a half-written last line is left out.
-
-    Raises ConfigError where there is no row.
-    """
-    path = Path(run_folder) / "metrics.jsonl"
-    rows = read_rows(path) if path.is_file() else []
-    if not rows:
-        raise ConfigError(f"{path} holds no metrics: give the folder of a run that has finished a step.")
-    return [{key: math.nan if value is None else value for key, value in row.items()} for row in rows]
-
-
-def closing_table(rows: Sequence[dict], run_folder: Path | None = None, seconds: float | None = None) -> Table:
+def closing_table(rows: Sequence[dict], run_folder: Path, seconds: float) -> Table:
     """A row for each evaluation, with the first, the best and the last one marked; at most 100 columns wide.
 
-    Where nothing was evaluated, the first and the last step are shown. `run_folder` and `seconds`, the run's
-    total time, go below the table.
+    Where nothing was evaluated, the first and the last step are shown. The total time, `seconds`, stands below.
     """
     evaluated = [row for row in rows if "eval/accuracy" in row]
     shown = evaluated or [*rows[:1], *rows[1:][-1:]]
@@ -54,9 +41,8 @@ def closing_table(rows: Sequence[dict], run_folder: Path | None = None, seconds:
             ", ".join(marks),
             style="bold" if marks else "dim",
         )
-    below = [] if run_folder is None else [f"record: {run_folder}"]
-    below += [] if seconds is None else [f"total time: {timedelta(seconds=int(seconds))}"]
-    table.caption, table.caption_justify = "\n".join(below) or None, "left"
+    table.caption = f"record: {run_folder}\ntotal time: {timedelta(seconds=int(seconds))}"
+    table.caption_justify = "left"
     return table
 
 
@@ -72,7 +58,6 @@ def plot(run_folders: Sequence[Path], out: Path) -> None:
     except ImportError as error:
         raise ConfigError("The plot needs matplotlib: pip install matplotlib.") from error
 
-    out = Path(out)
     if out.suffix.lower() not in (".png", ".svg", ".pdf"):
         raise ConfigError(f"Cannot draw to {out}: give a name that ends in .png, .svg or .pdf.")
     if not run_folders:
@@ -96,22 +81,13 @@ def plot(run_folders: Sequence[Path], out: Path) -> None:
             label = "mean" if len(curves) > 1 else None
             axes.plot(shared, mean, color=colour, lw=2.5, marker="o", ms=3.5, label=label)
             # Beside the ends, where no curve runs through them.
+            look = {"textcoords": "offset points", "va": "center", "color": colour, "weight": "bold"}
             for index, offset, side in ((0, -7, "right"), (-1, 7, "left")):
-                axes.annotate(
-                    f"{mean[index]:.0f}" if mean[index] >= 10 else f"{mean[index]:.1f}",
-                    (shared[index], mean[index]),
-                    xytext=(offset, 0),
-                    textcoords="offset points",
-                    ha=side,
-                    va="center",
-                    color=colour,
-                    weight="bold",
-                )
+                value = f"{mean[index]:.0f}" if mean[index] >= 10 else f"{mean[index]:.1f}"
+                axes.annotate(value, (shared[index], mean[index]), xytext=(offset, 0), ha=side, **look)
         axes.set_title(title, loc="left", weight="bold")
-        axes.set_xlabel("training step")
-        axes.set_ylabel(unit)
         axes.margins(x=0.12, y=0.1)
-        axes.set_ylim(bottom=0)
+        axes.set(xlabel="training step", ylabel=unit, ylim=(0, None))
         axes.grid(axis="y", color="#dddddd", lw=0.8)
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)

@@ -137,7 +137,8 @@ def shares_by_step(rows: Sequence[Mapping[str, Any]]) -> dict[int, dict[str, flo
     """The shares of each step in the rows of a samples.jsonl."""
     steps: dict[int, list[Reading]] = {}
     for row in rows:
-        steps.setdefault(row["step"], []).append(read_response(row["response"], row["example"]))
+        if not row["held_out"]:
+            steps.setdefault(row["step"], []).append(read_response(row["response"], row["row"]))
     return {step: shares(readings) for step, readings in sorted(steps.items())}
 
 
@@ -186,10 +187,11 @@ def measure_gradient(out: Path, overrides: Sequence[str], prompts: int) -> None:
     from grpo.batch import select
     from grpo.config import load
     from trainer.config import TrainConfig
+    from trainer.runs import Run
     from trainer.trainer import Trainer
     from workers.parallel.mesh import join, leave, pick_device
 
-    changed = [*overrides, f"algorithm.prompts_per_step={prompts}", "tracking.samples_every=0", "checkpoint.every=0"]
+    changed = [*overrides, f"batch.prompts_per_step={prompts}", "tracking.samples_every=0", "checkpoint.every=0"]
     config = load(TrainConfig, CONFIG, changed)
     config.check(1)
     still = {"betas": [0.0, 0.95], "learning_rate": 0.0, "max_grad_norm": 1e9}
@@ -200,9 +202,11 @@ def measure_gradient(out: Path, overrides: Sequence[str], prompts: int) -> None:
     )
     device = pick_device(config.device)
     join(device, config.timeout_seconds)
-    trainer = Trainer(config, device, out / "gradient")
+    trainer = Trainer(config, device, Run(out / "gradient"))
     with trainer.stack:
-        batch, metrics = trainer.collect()
+        with trainer.sharding.serving():
+            rounds = [trainer.sample(prompts)]
+        batch, metrics = trainer.join(rounds)
         batch = compute_advantages(batch, config.algorithm)
         rows_of: dict[int, list[int]] = {}
         for row, group in enumerate(batch["group"].tolist()):
@@ -225,7 +229,7 @@ def measure_gradient(out: Path, overrides: Sequence[str], prompts: int) -> None:
             size *= 2
     leave()
     kept = {name: metrics[name] for name in ("reward/mean", "groups/no_signal", "response_length/mean")}
-    samples = config.algorithm.samples_per_prompt
+    samples = config.batch.samples_per_prompt
     result = {"prompts": prompts, "samples_per_prompt": samples, "policy": kept, "sizes": sizes}
     (out / "gradient.json").write_text(json.dumps(result))
     print(f"{out / 'gradient.json'} holds the gradients of batches of 1 to {sizes[-1]['prompts']} prompts.")
@@ -236,8 +240,7 @@ def measure_gradient(out: Path, overrides: Sequence[str], prompts: int) -> None:
 
 def collect(out: Path) -> dict[str, Any]:
     """Everything the pictures and tables show, from the folder `out`; raises ConfigError for a run that is missing."""
-    from trainer.report import read_metrics
-    from trainer.tracking import read_rows
+    from trainer.record import read_metrics, read_rows
 
     runs: dict[str, dict[str, dict]] = {}
     for name in (*BATCHES, *ENTROPIES, *FORMATS):

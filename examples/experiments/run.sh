@@ -25,15 +25,15 @@ done
 runs="
 sparse         weak  4  rewards.options.countdown.valid=0  rewards.options.countdown.format=0
 format         weak  4  rewards.options.countdown.valid=0  rewards.options.countdown.format=0  rewards.weights.well_formed=0.2
-batch-4        warm  1  algorithm.prompts_per_step=4
-batch-8        warm  1  algorithm.prompts_per_step=8
-batch-16       warm  1  algorithm.prompts_per_step=16
-batch-32       warm  1  algorithm.prompts_per_step=32
-plain          warm  1  algorithm.minibatches_per_step=4
-entropy-0.01   warm  1  algorithm.minibatches_per_step=4  algorithm.entropy_coefficient=0.01
-entropy-0.05   warm  1  algorithm.minibatches_per_step=4  algorithm.entropy_coefficient=0.05
-clip-0.28      warm  1  algorithm.minibatches_per_step=4  algorithm.clip_high=0.28
-clip-0.4       warm  1  algorithm.minibatches_per_step=4  algorithm.clip_high=0.4
+batch-4        warm  1  batch.prompts_per_step=4
+batch-8        warm  1  batch.prompts_per_step=8
+batch-16       warm  1  batch.prompts_per_step=16
+batch-32       warm  1  batch.prompts_per_step=32
+plain          warm  1  batch.minibatches_per_step=4
+entropy-0.01   warm  1  batch.minibatches_per_step=4  algorithm.entropy_coefficient=0.01
+entropy-0.05   warm  1  batch.minibatches_per_step=4  algorithm.entropy_coefficient=0.05
+clip-0.28      warm  1  batch.minibatches_per_step=4  algorithm.clip_high=0.28
+clip-0.4       warm  1  batch.minibatches_per_step=4  algorithm.clip_high=0.4
 "
 # Float32 on every device, and not compiled: on so small a model that takes longer than it saves.
 common="device=$device model.dtype=float32 actor.compile=false tracking.folder=$out"
@@ -58,7 +58,7 @@ warm_start() {  # NAME STEPS
     [ -f "$out/$1/model/config.json" ] && return
     # shellcheck disable=SC2086
     logged "$1" python -m trainer sft examples/countdown_sft.yaml $common "model.path=$out/data/model" \
-        "data.train=$out/data/demonstrations.jsonl" "steps=$2" "tracking.name=$1"
+        "data.train=$out/data/demonstrations.jsonl" "steps=$2" "tracking.name=$1" checkpoint.overwrite=true
 }
 
 training() {  # SEED NAME WARM_START TIMES key=value ...
@@ -66,7 +66,8 @@ training() {  # SEED NAME WARM_START TIMES key=value ...
     tail -n 1 "$out/$name/metrics.jsonl" 2>/dev/null | grep -q "^{\"step\": $total," && return
     # shellcheck disable=SC2086
     logged "$name" python -m trainer train examples/countdown_cpu.yaml $common $grpo "model.path=$out/$3/model" \
-        "seed=$1" "tracking.name=$name" "steps=$total" "evaluation.every=$(((total + 1) / 2))" "${@:5}"
+        "seed=$1" "tracking.name=$name" "steps=$total" "evaluation.every=$(((total + 1) / 2))" \
+        checkpoint.overwrite=true "${@:5}"
 }
 export -f logged training
 

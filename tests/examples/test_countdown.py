@@ -3,8 +3,10 @@
 import dataclasses
 import itertools
 import json
+import os
 import random
 import re
+import shutil
 import subprocess
 import sys
 from fractions import Fraction
@@ -28,7 +30,7 @@ from examples.countdown import (
     problems,
     write,
 )
-from workers.parallel.policy import ModelConfig, read_tokenizer
+from workers.models.hub import ModelConfig, read_tokenizer
 
 STEP = re.compile(r"(\d+) ([-+*]) (\d+) = (\d+) ([-+*]) (\d+) = (\d+) to (\d+) (yes|no)")
 
@@ -204,3 +206,33 @@ def test_the_command_line_fills_the_folder(tmp_path):
     assert len(rows_of(out / "demonstrations.jsonl")) == presets()["direct"].demonstrations
     wrong = subprocess.run([*command[:-3], "easy"], capture_output=True, text=True)
     assert wrong.returncode == 2
+
+
+def test_the_script_begins_anew_or_goes_on_with_what_is_there(tmp_path):
+    examples, python, calls = tmp_path / "examples", tmp_path / "bin/python", tmp_path / "calls"
+    shutil.copytree(Path(__file__).parents[2] / "examples", examples, ignore=shutil.ignore_patterns("*.py"))
+    (tmp_path / "setup.py").touch()
+    python.parent.mkdir()
+    python.write_text(f'#!/bin/sh\necho "$@" >> {calls}\n')  # which only writes down what it is asked for
+    python.chmod(0o755)
+    environment = {"VIRTUAL_ENV": str(tmp_path), "PATH": f"{python.parent}:{os.environ['PATH']}", "NAME": "some"}
+
+    def run(*arguments: str) -> list[str]:
+        """The names of the files and runs that are made, each but the first with what becomes of an earlier one."""
+        calls.unlink(missing_ok=True)
+        command = ["bash", examples / "run_countdown.sh", "steps=2", *arguments]
+        subprocess.run(command, check=True, env=environment, capture_output=True)
+        asked = [line for line in calls.read_text().splitlines() if not line.startswith(("-c", "-m pip"))]
+        assert all(argument in asked[-1].split() for argument in ("train", "steps=2", *arguments))
+        return [
+            " ".join(re.findall(r"runs/some/data(?= --)|some/\S+-start(?= )|some/grpo|overwrite=\w+", a)) for a in asked
+        ]
+
+    anew = ["runs/some/data", "some/warm-start overwrite=true", "some/grpo overwrite=true"]
+    on = [*anew[:2], "some/grpo overwrite=false"]
+    assert run() == anew
+    for made, left in (("data/demonstrations.jsonl", on[1:]), ("warm-start/model/tokenizer.json", on[2:])):
+        (tmp_path / "runs/some" / made).parent.mkdir(parents=True)
+        (tmp_path / "runs/some" / made).touch()
+        assert run("checkpoint.resume=true") == left
+        assert run() == anew

@@ -43,22 +43,13 @@ def test_a_response_is_read(response, expected):
     assert read_response(response, ROW) == expected
 
 
-@pytest.mark.parametrize(
-    ("answer", "formed"),
-    [
-        ("( 7 - 2 ) + 3", True),
-        ("( 7 + 3 ) + 2", True),
-        ("( 7 + 7 ) - 2", False),  # other numbers
-        ("( 7 + 3", False),
-        ("7 3 2", False),
-        ("", False),
-    ],
-)
-def test_an_answer_is_well_formed_with_exactly_the_numbers_whatever_it_makes(answer, formed):
-    response = f"{WRONG} </think> <answer> {answer} </answer>"
-    assert reading(response)["well_formed"] == formed
-    assert lessons.well_formed(response, ROW) == float(formed)
-    assert not reading(f"{WRONG} </think> <answer> {answer}")["well_formed"]  # not closed
+def test_an_answer_is_well_formed_with_exactly_the_numbers_whatever_it_makes():
+    formed = ["( 7 - 2 ) + 3", "( 7 + 3 ) + 2"]
+    for answer in [*formed, "( 7 + 7 ) - 2", "( 7 + 3", "7 3 2", ""]:  # other numbers, not closed, no sign, nothing
+        response = f"{WRONG} </think> <answer> {answer} </answer>"
+        assert reading(response)["well_formed"] == (answer in formed)
+        assert lessons.well_formed(response, ROW) == float(answer in formed)
+        assert not reading(f"{WRONG} </think> <answer> {answer}")["well_formed"]  # not closed
 
 
 def test_the_first_try_is_right_by_what_it_computes_and_not_by_what_it_says():
@@ -68,38 +59,26 @@ def test_the_first_try_is_right_by_what_it_computes_and_not_by_what_it_says():
     assert not reading(f"{WRONG} {RIGHT} {HIT}")["first_right"]
 
 
-@pytest.mark.parametrize(
-    ("thinking", "true"),
-    [
-        ("7 + 3 = 10 + 2 = 12", True),
-        ("7 + 3 = 11 + 2 = 13", False),
-        ("7 + 3 = 10 + 2 = 13", False),
-        ("7 + 3 + 2 = 12", True),
-        ("7 - 3 - 2 = 6", False),
-        (f"{WRONG} 7 - 3 = 5 + 2 = 7 to 12 no", False),  # the second of two tries
-        ("7 + 3 = 1", False),
-        ("7 + 3 = 10", True),
-        ("7 to 12 yes", False),  # states nothing
-    ],
-)
-def test_stated_results_are_true_only_if_all_are(thinking, true):
-    assert reading(f"{thinking} {MISS}")["true"] == true
+def test_stated_results_are_true_only_if_all_are():
+    for thinking in ("7 + 3 = 10 + 2 = 12", "7 + 3 + 2 = 12", "7 + 3 = 10"):
+        assert reading(f"{thinking} {MISS}")["true"], thinking
+    second = f"{WRONG} 7 - 3 = 5 + 2 = 7 to 12 no"  # of two tries
+    nothing = "7 to 12 yes"
+    for thinking in ("7 + 3 = 11 + 2 = 13", "7 + 3 = 10 + 2 = 13", "7 - 3 - 2 = 6", second, "7 + 3 = 1", nothing):
+        assert not reading(f"{thinking} {MISS}")["true"], thinking
 
 
-@pytest.mark.parametrize(
-    ("thinking", "checks"),
-    [
-        (RIGHT, True),
-        (WRONG, True),
-        ("7 + 3 = 10 + 2 = 12 to 12 no", False),
-        ("7 - 2 = 5 + 3 = 8 to 12 yes", False),
-        ("7 - 2 = 5 + 3 = 8 to 8 yes", False),  # another target than the problem's
-        (f"{WRONG} 7 - 2 = 5 + 3 = 8 to 12 yes", False),
-        ("7 + 3 = 10 + 2 = 12", False),  # says nothing
-    ],
-)
-def test_checks_are_true_only_if_all_are(thinking, checks):
-    assert reading(f"{thinking} {MISS}")["checks"] == checks
+def test_checks_are_true_only_if_all_are():
+    for thinking in (RIGHT, WRONG):
+        assert reading(f"{thinking} {MISS}")["checks"], thinking
+    for thinking in (
+        "7 + 3 = 10 + 2 = 12 to 12 no",
+        "7 - 2 = 5 + 3 = 8 to 12 yes",
+        "7 - 2 = 5 + 3 = 8 to 8 yes",  # another target than the problem's
+        f"{WRONG} 7 - 2 = 5 + 3 = 8 to 12 yes",
+        "7 + 3 = 10 + 2 = 12",  # says nothing
+    ):
+        assert not reading(f"{thinking} {MISS}")["checks"], thinking
 
 
 def test_shares_are_of_all_responses_but_for_those_that_try_on():
@@ -109,7 +88,8 @@ def test_shares_are_of_all_responses_but_for_those_that_try_on():
     assert found == {"well_formed": 0.8, "first_right": 0.4, "goes_on": 2 / 3, "true": 0.8, "checks": 0.8}
     assert set(found) == set(lessons.SHARES)
     assert math.isnan(shares(readings[:1])["goes_on"])
-    rows = [{"step": 2 - i % 2, "response": r, "example": ROW} for i, r in enumerate(responses)]
+    rows = [{"step": 2 - i % 2, "response": r, "row": ROW, "held_out": False} for i, r in enumerate(responses)]
+    rows.append({"step": 1, "response": MISS, "row": ROW, "held_out": True})
     by_step = shares_by_step(rows)
     assert list(by_step) == [1, 2]
     assert by_step[1] == shares(readings[1::2])
@@ -159,7 +139,7 @@ def test_every_run_of_the_script_is_read_and_can_be_configured(monkeypatch):
 def test_figures_are_drawn_from_the_runs_and_a_missing_one_is_named(tmp_path):
     keys = [key for key in lessons.KEPT.values() if not key.startswith("eval/")]
     held_out = [key for key in lessons.KEPT.values() if key.startswith("eval/")]
-    sample = {"response": f"{WRONG} {RIGHT} {HIT}", "example": ROW}
+    sample = {"response": f"{WRONG} {RIGHT} {HIT}", "row": ROW, "held_out": False}
     for name in runs_of_the_script():
         for seed in lessons.SEEDS:
             folder = tmp_path / f"{name}-{seed}"

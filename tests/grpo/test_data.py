@@ -1,9 +1,11 @@
-"""grpo/data.py: sources, rendering, tokens and the order of prompts. Nothing here reaches for the network."""
+"""Prompts: their sources, rendering, tokens and order. Nothing here reaches for the network."""
 
 import json
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import datasets
@@ -14,14 +16,9 @@ from huggingface_hub.errors import RepositoryNotFoundError
 
 from examples.countdown import make_tokenizer
 from grpo.config import ConfigError, load
-from grpo.data import (
-    DataConfig,
-    PromptStream,
-    load_prompts,
-    load_rows,
-    tokenize_prompts,
-    tokenize_responses,
-)
+from grpo.data import DataConfig, load_prompts, tokenize_prompts, tokenize_responses
+from grpo.sources import load_rows
+from grpo.stream import PromptStream
 
 ROWS = [{"prompt": f"{n} 2 to 5", "response": "yes", "numbers": [n, 2], "target": 5} for n in range(10)]
 
@@ -58,11 +55,13 @@ def write_lines(path: Path, rows: list[dict]) -> str:
     return str(path)
 
 
-def one_sentence(error: pytest.ExceptionInfo, *parts: str) -> None:
-    message = str(error.value)
-    assert "\n" not in message
-    for part in parts:
-        assert part in message
+@contextmanager
+def refused(*parts: str) -> Iterator[None]:
+    """The block raises a ConfigError of one line with all `parts`."""
+    with pytest.raises(ConfigError) as error:
+        yield
+    assert "\n" not in str(error.value)
+    assert [part for part in parts if part not in str(error.value)] == [], error.value
 
 
 # sources
@@ -70,17 +69,13 @@ def one_sentence(error: pytest.ExceptionInfo, *parts: str) -> None:
 
 @pytest.mark.parametrize("ending", ["jsonl", "json", "parquet", "csv"])
 def test_files_are_read_whatever_the_split(tmp_path, ending):
-    path = tmp_path / f"rows.{ending}"
-    rows = datasets.Dataset.from_list(ROWS)
-    if ending == "jsonl":
-        write_lines(path, ROWS)
-    elif ending == "json":
-        path.write_text(json.dumps(ROWS))
-    elif ending == "parquet":
-        rows.to_parquet(path)
-    else:
+    path, rows = tmp_path / f"rows.{ending}", datasets.Dataset.from_list(ROWS)
+    if ending == "csv":
         rows = rows.remove_columns("numbers")
-        rows.to_csv(path)
+    if ending == "json":
+        path.write_text(json.dumps(ROWS))
+    else:
+        {"jsonl": rows.to_json, "parquet": rows.to_parquet, "csv": rows.to_csv}[ending](path)
     assert list(load_rows(str(path), "anything")) == list(rows)
 
 
@@ -90,15 +85,13 @@ def test_a_saved_folder_with_and_without_splits(tmp_path):
     assert load_rows(str(tmp_path / "one"), "anything")[3] == ROWS[3]
     datasets.DatasetDict(train=rows, dev=rows.select([1])).save_to_disk(tmp_path / "two")
     assert list(load_rows(str(tmp_path / "two"), "dev")) == [ROWS[1]]
-    with pytest.raises(ConfigError) as error:
+    with refused("data.eval_split=test", "train, dev"):
         load_rows(str(tmp_path / "two"), "test", key="data.eval")
-    one_sentence(error, "data.eval_split=test", "train, dev")
 
 
 def test_functions_are_called_with_the_split(tmp_path, monkeypatch):
-    source = "def rows(split):\n    yield {'prompt': split}\n    yield {'prompt': '2', 'extra': [1]}\n"
     path = tmp_path / "made_rows.py"
-    path.write_text(source)
+    path.write_text("def rows(split):\n    yield {'prompt': split}\n    yield {'prompt': '2', 'extra': [1]}\n")
     expected = [{"prompt": "dev", "extra": None}, {"prompt": "2", "extra": [1]}]
     assert list(load_rows(f"{path}:rows", "dev")) == expected
     monkeypatch.syspath_prepend(tmp_path)
@@ -109,28 +102,24 @@ def test_functions_are_called_with_the_split(tmp_path, monkeypatch):
         ("made_up_rows:rows", "no module made_up_rows"),
         (f"{tmp_path}/made_row.py:rows", "did you mean made_rows.py?"),
     ]:
-        with pytest.raises(ConfigError) as error:
+        with refused("data.train", says):
             load_rows(wrong, "train")
-        one_sentence(error, "data.train", says)
 
 
 @pytest.mark.parametrize(
     ("body", "says"), [("yield 3", "yields 3 as row 0"), ("yield {'a': 1}; yield {'a': [2]}", "share types")]
 )
 def test_functions_that_yield_no_table(tmp_path, body, says):
-    path = tmp_path / "made.py"
-    path.write_text(f"def rows(split):\n    {body}\n")
-    with pytest.raises(ConfigError) as error:
-        load_rows(f"{path}:rows", "train")
-    one_sentence(error, "data.train", says)
+    (tmp_path / "made.py").write_text(f"def rows(split):\n    {body}\n")
+    with refused("data.train", says):
+        load_rows(f"{tmp_path}/made.py:rows", "train")
 
 
 def test_a_file_that_is_not_there_names_the_nearest(tmp_path):
     write_lines(tmp_path / "train.jsonl", ROWS)
-    with pytest.raises(ConfigError) as error:
+    with refused("data.train", "trian.jsonl", "did you mean train.jsonl?"):
         load_rows(str(tmp_path / "trian.jsonl"), "train")
-    one_sentence(error, "data.train", "trian.jsonl", "did you mean train.jsonl?")
-    with pytest.raises(ConfigError, match="nor a folder"):
+    with refused("nor a folder"):
         load_rows(str(tmp_path / "nowhere" / "train.jsonl"), "train")
 
 
@@ -140,20 +129,17 @@ def test_a_file_that_is_not_there_names_the_nearest(tmp_path):
     + [(f"rows.{ending}", "\x00 no table {") for ending in ("jsonl", "json", "parquet", "xml")],
 )
 def test_files_that_cannot_be_read(tmp_path, name, content):
-    path = tmp_path / name
-    path.write_text(content)
-    with pytest.raises(ConfigError) as error:
-        load_rows(str(path), "train")
-    one_sentence(error, "data.train", name)
+    (tmp_path / name).write_text(content)
+    with refused("data.train", name):
+        load_rows(f"{tmp_path}/{name}", "train")
 
 
 def test_empty_sources(tmp_path):
     (tmp_path / "rows.csv").write_text("prompt,target\n")
     (tmp_path / "made.py").write_text("def rows(split):\n    yield from ()\n")
     for source in ["rows.csv", "made.py:rows"]:
-        with pytest.raises(ConfigError) as error:
+        with refused("data.train", "holds no rows"):
             load_rows(f"{tmp_path}/{source}", "train")
-        one_sentence(error, "data.train", "holds no rows")
 
 
 def test_what_is_on_disk_wins_over_the_hub(tmp_path, monkeypatch, no_hub):
@@ -164,9 +150,8 @@ def test_what_is_on_disk_wins_over_the_hub(tmp_path, monkeypatch, no_hub):
 
 def test_without_a_network_the_answer_is_quick(no_hub):
     start = time.monotonic()
-    with pytest.raises(ConfigError) as error:
+    with refused("data.train", "org/name", "cannot be reached", "local file"):
         load_rows("org/name", "train")
-    one_sentence(error, "data.train", "org/name", "cannot be reached", "local file")
     assert time.monotonic() - start < 10
 
 
@@ -178,9 +163,8 @@ def test_offline_only_the_cache_is_asked(monkeypatch):
         raise ConnectionError("Couldn't reach 'org/name' on the Hub (OfflineModeIsEnabled)")
 
     monkeypatch.setattr(datasets, "load_dataset", not_cached)
-    with pytest.raises(ConfigError) as error:
+    with refused("data.train", "OfflineModeIsEnabled", "local file"):
         load_rows("org/name", "train")
-    one_sentence(error, "data.train", "OfflineModeIsEnabled", "local file")
 
 
 def test_a_hub_name_nobody_has(monkeypatch, no_hub):
@@ -189,9 +173,8 @@ def test_a_hub_name_nobody_has(monkeypatch, no_hub):
         raise RepositoryNotFoundError("404", response=httpx.Response(404, request=request))
 
     monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", unknown)
-    with pytest.raises(ConfigError) as error:
+    with refused("data.train", "org/nmae", "neither a file here nor a dataset", "local file"):
         load_rows("org/nmae", "train")
-    one_sentence(error, "data.train", "org/nmae", "neither a file here nor a dataset", "local file")
 
 
 def test_the_hub_is_given_subset_and_split(monkeypatch, no_hub):
@@ -204,9 +187,8 @@ def test_the_hub_is_given_subset_and_split(monkeypatch, no_hub):
 
     monkeypatch.setattr(datasets, "load_dataset", hub)
     assert load_rows("org/name", "test", "main")[0] == {"prompt": "org/name main"}
-    with pytest.raises(ConfigError) as error:
+    with refused("data.eval_split=tset", '["train", "test"]', "data.subset=main"):
         load_rows("org/name", "tset", "main", key="data.eval")
-    one_sentence(error, "data.eval_split=tset", '["train", "test"]', "data.subset=main")
 
 
 # rendering and tokens
@@ -218,7 +200,6 @@ def prompts_of(tokenizer, rows=ROWS, **settings):
 
 def test_raw_prompts_keep_their_rows(tokenizer):
     prompts = prompts_of(tokenizer, opening=" <think>")
-    assert len(prompts) == 10
     assert [p.index for p in prompts] == list(range(10))
     assert prompts[7].row == ROWS[7]
     assert isinstance(prompts[7].row["numbers"], list)
@@ -267,15 +248,13 @@ def test_special_tokens_are_added_to_raw_prompts_only(chat_tokenizer):
     ],
 )
 def test_settings_that_do_not_fit_the_data(tokenizer, settings, says):
-    with pytest.raises(ConfigError) as error:
+    with refused(*says):
         prompts_of(tokenizer, **settings)
-    one_sentence(error, *says)
 
 
 def test_an_empty_prompt_names_its_row(tokenizer):
-    with pytest.raises(ConfigError) as error:
+    with refused("data.train", "row 1", "empty"):
         prompts_of(tokenizer, [{"prompt": "1"}, {"prompt": " "}])
-    one_sentence(error, "data.train", "row 1", "empty")
 
 
 def test_long_prompts_are_dropped_and_the_rest_keep_their_row_numbers(tokenizer):
@@ -283,17 +262,16 @@ def test_long_prompts_are_dropped_and_the_rest_keep_their_row_numbers(tokenizer)
     with pytest.raises(ConfigError, match=r"row 1 has 9 tokens.*2 of 4"):
         prompts_of(tokenizer, rows, max_prompt_tokens=3)
     prompts = prompts_of(tokenizer, rows, max_prompt_tokens=3, too_long="drop")
-    assert [(p.index, len(p.tokens)) for p in prompts] == [(0, 3), (2, 1)]
-    assert prompts.dropped == 2
+    assert [(p.index, len(p.tokens), p.row) for p in prompts] == [(0, 3, rows[0]), (2, 1, rows[2])]
+    assert [prompts[i] for i in range(2)] == list(prompts)
 
 
 def test_responses_end_with_eos(tokenizer):
     responses = tokenize_responses(prompts_of(tokenizer), tokenizer, DataConfig())
     assert responses == [[tokenizer.convert_tokens_to_ids("yes"), tokenizer.eos_token_id]] * 10
     for column, says in [("respnse", "did you mean response?"), ("target", "row 0")]:
-        with pytest.raises(ConfigError) as error:
+        with refused("data.response_column", says):
             tokenize_responses(prompts_of(tokenizer), tokenizer, DataConfig(response_column=column))
-        one_sentence(error, "data.response_column", says)
     without_eos = make_tokenizer()
     without_eos.eos_token = None
     with pytest.raises(ConfigError, match="no eos token"):
@@ -332,7 +310,7 @@ def test_every_epoch_gives_each_prompt_once_in_a_new_order(tokenizer):
     epochs = [order[start : start + 10] for start in range(0, 60, 10)]
     assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == 6
-    assert stream.epoch == 6
+    assert stream.given == 60
     assert indices(PromptStream(prompts_of(tokenizer), 4, seed=1), 15) == order
     assert indices(PromptStream(prompts_of(tokenizer), 4, seed=2), 15) != order
     # an order made from seed + epoch would give seed 2 what seed 1 gave an epoch later
@@ -361,21 +339,19 @@ def test_a_state_of_another_order_is_refused(tokenizer):
         (PromptStream(prompts_of(tokenizer, ROWS[:8]), 4, seed=3), "8 prompts but it was 10"),
         (PromptStream(prompts_of(tokenizer), 4, seed=3, shuffle=False), "data.shuffle is False"),
     ]:
-        with pytest.raises(ConfigError) as error:
+        with refused(says):
             other.load_state_dict(state)
-        one_sentence(error, says)
 
 
 def test_a_step_larger_than_the_dataset_is_refused(tokenizer):
     for wrong in (0, 11):
-        with pytest.raises(ConfigError) as error:
+        with refused(f"prompts_per_step={wrong}", "10 prompts"):
             PromptStream(prompts_of(tokenizer), wrong)
-        one_sentence(error, f"prompts_per_step={wrong}", "10 prompts")
 
 
 def test_the_order_is_the_same_in_every_process():
     program = (
-        "from grpo.data import Prompt, PromptStream\n"
+        "from grpo.stream import Prompt, PromptStream\n"
         "prompts = [Prompt(i, [1], '', {}) for i in range(9)]\n"
         "stream = PromptStream(prompts, 9, seed=5)\n"
         "print([[p.index for p in stream.next()] for _ in range(2)])\n"

@@ -59,8 +59,8 @@ def settings(countdown) -> dict[str, list[str]]:
             "rewards.weights={digits: 1.0, countdown: 0.5}",
             "rewards.processes=1",
             "rollout.max_response_tokens=12",
-            "algorithm.prompts_per_step=4",
-            "algorithm.samples_per_prompt=4",
+            "batch.prompts_per_step=4",
+            "batch.samples_per_prompt=4",
         ],
     }
     return commands | {"prove": commands["train"]}

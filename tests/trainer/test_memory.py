@@ -8,9 +8,9 @@ import trainer.trainer
 from grpo.config import load
 from tests.trainer.conftest import rows_of
 from trainer.config import TrainConfig
+from trainer.controller import Controller
 from trainer.memory import job_of, measured_table, plan_table
-from trainer.trainer import Trainer
-from workers.plan import Peaks
+from workers.peaks import Peaks
 
 GIB = 2**30
 
@@ -24,21 +24,21 @@ def shown(table) -> list[list[str]]:
 
 @pytest.fixture
 def config(settings) -> TrainConfig:
-    more = ["algorithm.prompts_per_step=6", "algorithm.minibatches_per_step=2", "algorithm.kl_coefficient=0.1"]
+    more = ["batch.prompts_per_step=6", "batch.minibatches_per_step=2", "algorithm.kl_coefficient=0.1"]
     return load(TrainConfig, None, [*settings["train"], *more, "actor.tensor_parallel=2"])
 
 
 def test_the_settings_become_what_one_rank_deals_with(config):
     job = job_of(config, 4, torch.device("cuda"), 141 * GIB)
-    assert (job.shards, job.actor.tensor_parallel) == (2, 2)
+    assert (job.dp_shard, job.actor.tensor_parallel) == (2, 2)
     assert job.samples == 6 * 4 // 2 / 2  # samples of an update over two parts
     assert job.rows == 2 * 4  # six prompts over four engines
     assert job.longest == 16 + 12
-    assert (job.compute, job.fuse) == (torch.bfloat16, True)
+    assert (job.compute, job.compiled) == (torch.bfloat16, True)
     assert (job.reference, job.off_policy) == (True, True)
-    config.algorithm.kl_coefficient, config.algorithm.minibatches_per_step = 0.0, 1
+    config.algorithm.kl_coefficient, config.batch.minibatches_per_step = 0.0, 1
     job = job_of(config, 4, torch.device("cpu"), 141 * GIB)
-    assert (job.compute, job.fuse) == (torch.float32, False)
+    assert (job.compute, job.compiled) == (torch.float32, False)
     assert (job.reference, job.off_policy) == (False, False)
 
 
@@ -62,13 +62,13 @@ def test_a_run_shows_its_plan_first_and_what_it_measured_after_the_second_step(s
     monkeypatch.setattr("torch.cuda.max_memory_reserved", lambda: 0)
     monkeypatch.setattr("torch.cuda.reset_peak_memory_stats", lambda: None)
     monkeypatch.setattr(trainer.trainer, "Peaks", lambda cuda: Peaks(True))
-    open_controller = Trainer._open_controller
+    init = Controller.__init__
 
-    def as_on_cuda(self, resumed):
-        open_controller(self, resumed)
-        self._plan_memory(10 * GIB)
+    def as_on_cuda(self, config, device, *others):
+        init(self, config, device, *others)
+        self._plan_memory(device, 10 * GIB)
 
-    monkeypatch.setattr(Trainer, "_open_controller", as_on_cuda)
+    monkeypatch.setattr(Controller, "__init__", as_on_cuda)
     rows = rows_of(start("train", "run", "steps=3"))
     names = {f"memory/{name}_peak_gib" for name in ("sync", "rollout", "update")}
     for row in rows[1:]:

@@ -11,7 +11,8 @@ from rich.console import Console
 
 from grpo.config import ConfigError
 from trainer import report
-from trainer.report import closing_table, plot, read_metrics
+from trainer.record import read_metrics
+from trainer.report import closing_table, plot
 
 
 def rows():
@@ -71,13 +72,13 @@ def test_closing_table_shows_before_during_and_after(tmp_path):
 
 def test_closing_table_without_evaluations_shows_the_ends():
     trained = [{"step": s, "reward/mean": 0.25, "response_length/mean": 10.0 * s} for s in (1, 2, 3)]
-    text = text_of(closing_table(trained))
+    text = text_of(closing_table(trained, "run", 1.0))
     assert "No evaluation ran" in text
     assert [line.split()[0] for line in text.splitlines() if "0.250" in line] == ["1", "3"]
 
 
-def test_closing_table_survives_a_single_and_a_nan_evaluation():
-    assert "before training" in text_of(closing_table([{"step": 0, "eval/accuracy": float("nan")}]))
+def test_closing_table_of_a_single_evaluation_that_is_nan():
+    assert "before training" in text_of(closing_table([{"step": 0, "eval/accuracy": math.nan}], "run", 1.0))
 
 
 @pytest.mark.parametrize("count", [1, 3])
