@@ -40,7 +40,7 @@ def main() -> None:
     weight = (0.05 * torch.randn(settings.vocabulary, settings.hidden, device=device)).to(dtype).requires_grad_()
     targets = torch.randint(0, settings.vocabulary, (settings.tokens,), device=device)
     slopes = torch.randn(settings.tokens, device=device)
-    head = Head(weight, targets, 1.0, chunk=settings.chunk or Head.chunk, fuse=cuda)
+    head = Head(weight, targets, 1.0, chunk_size=settings.chunk or Head.chunk_size, compiled=cuda)
 
     def alone() -> None:
         head_logprobs(hidden, head)[0].backward(slopes)

@@ -15,14 +15,14 @@ from pathlib import Path
 import torch
 
 from benchmarks import shapes
-from benchmarks.shapes import SHAPES, make
+from benchmarks.shapes import make, random_prompts
 from grpo.algorithm import AlgorithmConfig
-from grpo.batch import jagged, make_batch
 from grpo.config import load, option
 from workers.actor import ActorConfig, ActorWorker
-from workers.parallel.mesh import join, leave, make_training_layout, pick_device
-from workers.parallel.policy import ModelConfig
-from workers.rollout import RolloutConfig, RolloutWorker, make_engine
+from workers.engines.config import RolloutConfig
+from workers.models.hub import ModelConfig
+from workers.parallel.mesh import join, leave, make_inference_layout, make_training_layout, pick_device
+from workers.rollout import RolloutWorker, make_engine
 from workers.sharding import ShardingManager
 
 
@@ -49,35 +49,35 @@ def main() -> None:
         sglang=settings.options,
     )
     config.check(1, 1)
-    layout = make_training_layout(device)
+    layout, engines = make_training_layout(device), make_inference_layout(device)
     begun = time.perf_counter()
-    engine = make_engine(model, config, layout, seed=0)
+    engine = make_engine(model, config, engines, seed=0)
     print(f"engine started in {time.perf_counter() - begun:.1f} s")
     actor = ActorWorker(model, ActorConfig(), AlgorithmConfig(), layout, 1.0, 10)
-    worker = RolloutWorker(config, engine, layout, (), seed=0)
+    worker = RolloutWorker(config, engine, engines, (), seed=0)
     sharding = ShardingManager(actor, worker)
-    vocabulary, random = SHAPES[settings.shape][5], torch.Generator().manual_seed(0)
+    random = torch.Generator().manual_seed(0)
     sampling = {"temperature": 1.0, "max_new_tokens": settings.response, "ignore_eos": True}
     bare, ours = [], []
     for _ in range(settings.rounds + 1):
         # Other prompts each time, so that no cache knows them.
-        prompts = torch.randint(2, vocabulary, (settings.prompts, settings.prompt), generator=random)
-        requests = [row for row in prompts.tolist() for _ in range(settings.samples)]
+        prompts = random_prompts(settings.shape, settings.prompts, settings.prompt, random)
+        requests = [prompt.tokens for prompt in prompts for _ in range(settings.samples)]
         with sharding.serving():
             begun = time.perf_counter()
-            answers = engine._ask(
+            answers = engine.process.ask(
                 "generation",
-                lambda requests=requests: engine.engine.generate(
+                lambda requests=requests: engine.process.engine.generate(
                     input_ids=requests, sampling_params=sampling, return_logprob=True
                 ),
                 600,
             )
             bare.append(time.perf_counter() - begun)
         assert all(len(answer["meta_info"]["output_token_logprobs"]) == settings.response for answer in answers)
-        prompts = torch.randint(2, vocabulary, (settings.prompts, settings.prompt), generator=random)
+        prompts = random_prompts(settings.shape, settings.prompts, settings.prompt, random)
         with sharding.serving():
             begun = time.perf_counter()
-            batch = worker.generate(make_batch({"tokens": jagged(list(prompts))}), settings.samples)
+            batch = worker.generate(prompts, settings.samples)
             ours.append(time.perf_counter() - begun)
         assert len(batch["tokens"].values()) == len(requests) * (settings.prompt + settings.response)
     tokens = len(requests) * settings.response

@@ -13,6 +13,7 @@ import torch.distributed as dist
 import transformers
 
 from grpo.config import option
+from grpo.data import Prompt
 
 SHAPES = {
     # name: hidden, layers, heads, key heads, feed-forward, vocabulary, tied
@@ -64,3 +65,9 @@ def make(shape: str, folder: Path, device: torch.device) -> str:
             torch.cuda.empty_cache()
     dist.barrier()
     return str(path)
+
+
+def random_prompts(shape: str, count: int, length: int, generator: torch.Generator) -> list[Prompt]:
+    """Prompts of `length` random ids each."""
+    rows = torch.randint(2, SHAPES[shape][5], (count, length), generator=generator).tolist()
+    return [Prompt(index, row, "", {}) for index, row in enumerate(rows)]

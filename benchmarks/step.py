@@ -8,6 +8,7 @@ Settings, as key=value: shape, prompts, samples, prompt, response (tokens), leng
 memory_fraction, options (SGLang's own), folder, and the actor's own as actor.*.
 """
 
+import dataclasses
 import math
 import random
 import statistics
@@ -20,16 +21,17 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import shapes
-from benchmarks.shapes import SHAPES, make
+from benchmarks.shapes import make, random_prompts
 from grpo.advantages import compute_advantages
 from grpo.algorithm import AlgorithmConfig
-from grpo.batch import jagged, lengths_of, make_batch
+from grpo.batch import lengths_of
 from grpo.config import load, option
 from workers.actor import ActorConfig, ActorWorker
+from workers.engines.config import RolloutConfig
 from workers.engines.sglang_engine import SGLangEngine
+from workers.models.hub import ModelConfig
 from workers.parallel.mesh import join, leave, make_inference_layout, make_training_layout, pick_device
-from workers.parallel.policy import ModelConfig
-from workers.rollout import RolloutConfig, RolloutWorker
+from workers.rollout import RolloutWorker
 from workers.sharding import ShardingManager
 
 
@@ -48,12 +50,10 @@ class Settings(shapes.EngineSettings):
 class UnevenEngine(SGLangEngine):
     """An engine that ends every response at a length of its own, drawn from a log-normal with a mean of 600 tokens."""
 
-    def _parameters(self, index, sample, sampling):
-        draw = random.Random(f"{sampling.seed} {index} {sample}")
-        length = int(draw.lognormvariate(math.log(600) - 0.32, 0.8))
-        return super()._parameters(index, sample, sampling) | {
-            "max_new_tokens": min(max(length, 1), sampling.max_new_tokens)
-        }
+    async def sample(self, tokens, sampling):
+        length = int(random.Random(sampling.seed).lognormvariate(math.log(600) - 0.32, 0.8))
+        most = min(max(length, 1), sampling.max_new_tokens)
+        return await super().sample(tokens, dataclasses.replace(sampling, max_new_tokens=most))
 
 
 def main() -> None:
@@ -76,7 +76,7 @@ def main() -> None:
     kind = {"forced": SGLangEngine, "lognormal": UnevenEngine}[settings.lengths]
     engine = kind(model, config, engines, engines.dp_rank)
     layout = make_training_layout(device, settings.actor.replicate, settings.actor.tensor_parallel)
-    algorithm = AlgorithmConfig(prompts_per_step=settings.prompts, samples_per_prompt=settings.samples)
+    algorithm = AlgorithmConfig()
     actor = ActorWorker(model, settings.actor, algorithm, layout, 1.0, 100)
     worker = RolloutWorker(config, engine, engines, (), seed=0)
     sharding = ShardingManager(actor, worker)
@@ -85,10 +85,7 @@ def main() -> None:
     for round_ in range(settings.rounds + 2):
         prompts = None
         if controls:
-            drawn = torch.randint(
-                2, SHAPES[settings.shape][5], (settings.prompts, settings.prompt), generator=generator
-            )
-            prompts = make_batch({"tokens": jagged(list(drawn))})
+            prompts = random_prompts(settings.shape, settings.prompts, settings.prompt, generator)
         dist.barrier()
         begun = time.perf_counter()
         with sharding.serving():
@@ -96,7 +93,6 @@ def main() -> None:
             batch = worker.generate(prompts, settings.samples)
             rolled = time.perf_counter()
         if controls:
-            batch["group"] = torch.arange(settings.prompts).repeat_interleave(settings.samples)
             batch["rewards"] = torch.tensor([float(tokens[-1] % 2) for tokens in batch["tokens"].unbind()])
         batch = compute_advantages(batch, algorithm)
         ready = time.perf_counter()
@@ -110,7 +106,7 @@ def main() -> None:
             row |= {"tokens/s a device": tokens / row["step"] / world}
             row |= {name: value for name, value in (metrics | worker.metrics).items() if name.startswith("perf/")}
             rows.append(row)
-            print(f"round {round_}: {tokens} tokens, released {sharding.release}, " + describe(row), flush=True)
+            print(f"round {round_}: {tokens} tokens, released {sharding.memory.release}, " + describe(row), flush=True)
     if controls:
         kept = rows[2:]
         print("median: " + describe({name: statistics.median(row[name] for row in kept) for name in kept[0]}))

@@ -28,8 +28,8 @@ from grpo.algorithm import AlgorithmConfig
 from grpo.batch import jagged, make_batch
 from grpo.config import load, option
 from workers.actor import ActorConfig, ActorWorker
+from workers.models.hub import ModelConfig, compute_dtype, read_config
 from workers.parallel.mesh import join, leave, make_training_layout, pick_device
-from workers.parallel.policy import ModelConfig, compute_dtype, read_config
 from workers.plan import Job, gib, predict
 from workers.rollout import RolloutConfig
 
@@ -68,8 +68,8 @@ def main() -> None:
             compute_dtype(model, device),
             settings.actor,
             RolloutConfig(engine="sglang"),
-            fuse=settings.actor.fuses(device),
-            shards=layout.dp_shard,
+            compiled=settings.actor.compiles(device),
+            dp_shard=layout.dp_shard,
             total=0,
             samples=count // layout.dp_size,
             longest=max(max(work.lengths) for work in works),

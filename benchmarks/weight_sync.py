@@ -19,17 +19,18 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
+import workers.sharding
 from benchmarks import shapes
-from benchmarks.shapes import SHAPES, make
+from benchmarks.shapes import make, random_prompts
 from grpo.algorithm import AlgorithmConfig
-from grpo.batch import jagged, make_batch
 from grpo.config import load, option
 from workers.actor import ActorConfig, ActorWorker
+from workers.engines.config import RolloutConfig
 from workers.engines.protocol import Bucket
 from workers.engines.sglang_engine import SGLangEngine
+from workers.models.hub import ModelConfig
 from workers.parallel.mesh import join, leave, make_inference_layout, make_training_layout, pick_device
-from workers.parallel.policy import ModelConfig
-from workers.rollout import RolloutConfig, RolloutWorker, make_engine
+from workers.rollout import RolloutWorker, make_engine
 from workers.sharding import ShardingManager
 
 
@@ -64,7 +65,7 @@ def cycle(sharding: ShardingManager) -> dict[str, float]:
 def naive_buckets(sharding: ShardingManager):
     """The same weights gathered one parameter at a time, and then laid end to end."""
     gatherer, pieces, shapes, size = sharding.gatherer, [], {}, 0
-    limit = sharding.rollout.config.bucket_megabytes * 2**20
+    limit = workers.sharding.BUCKET_BYTES
     for name, parameter in gatherer.parameters.items():
         if pieces and size + parameter.numel() * gatherer.dtype.itemsize > limit:
             yield Bucket(torch.cat(pieces), shapes)
@@ -94,7 +95,7 @@ def held(engine: SGLangEngine) -> tuple[int, int]:
     """Bytes in use on this rank's GPU by everyone, and of the host by this process and its engine's."""
     free, total = torch.cuda.mem_get_info() if torch.cuda.is_available() else (0, 0)
     resident = 0
-    for pid in ["self", *(process.pid for process in engine.processes)]:
+    for pid in ["self", *(process.pid for process in engine.process.processes)]:
         lines = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
         resident += int(lines["RssAnon"].split()[0]) * 1024
     return total - free, resident
@@ -110,7 +111,6 @@ def main() -> None:
         engine="sglang",
         tensor_parallel=settings.engine_tp,
         memory_fraction=settings.memory_fraction,
-        bucket_megabytes=settings.bucket_megabytes,
         release="kv+weights",
         max_response_tokens=64,
         verify_every=0,
@@ -123,13 +123,11 @@ def main() -> None:
     started = slowest(time.perf_counter() - begun)
     layout = make_training_layout(device, 1, settings.actor_tp)
     actor = ActorWorker(model, ActorConfig(), AlgorithmConfig(), layout, 1.0, 10)
+    workers.sharding.BUCKET_BYTES = settings.bucket_megabytes * 2**20
     sharding = ShardingManager(actor, RolloutWorker(config, engine, engines, (), seed=0))
     prompts = None
     if dist.get_rank() == 0:
-        prompts = torch.randint(
-            2, min(1000, SHAPES[settings.shape][5]), (16, 32), generator=torch.Generator().manual_seed(0)
-        )
-        prompts = make_batch({"tokens": jagged(list(prompts))})
+        prompts = random_prompts(settings.shape, 16, 32, torch.Generator().manual_seed(0))
     with sharding.serving():
         engine.verify(sharding.weights())
         samples = sharding.rollout.generate(prompts, 4)
@@ -161,14 +159,14 @@ def main() -> None:
         table.add_row(label, *(f"{statistics.median(run.get(name, 0.0) for run in runs):.4f}" for name in names))
 
     for release in ("none", "kv", "kv+weights", "all"):
-        sharding.release = release
+        sharding.memory.release = release
         measure(release)
     sharding.weights = lambda: naive_buckets(sharding)
     measure("all, naive")
     del sharding.weights
     console.print(table)
     if settings.soak:
-        sharding.release = "kv+weights"
+        sharding.memory.release = "kv+weights"
         marks = {}
         for count in range(1, settings.soak + 1):
             cycle(sharding)

@@ -1,8 +1,8 @@
 """How every setting is declared, loaded and explained: typed dataclasses, one YAML file, dotted overrides.
 
 Each component declares its settings as a dataclass beside itself, every field with its doc (`option`);
-`load` builds the tree from a YAML file and `key=value` overrides and refuses an unknown key with the nearest
-known one; `describe` lists the tree for `--help` and docs/config.md.
+`load` builds the tree from a YAML file and `key=value` overrides; it refuses an unknown key, and names its new name or
+the nearest known one. `describe` lists the tree for `--help` and docs/config.md.
 """
 
 import dataclasses
@@ -17,6 +17,19 @@ from omegaconf.errors import OmegaConfBaseException
 
 T = TypeVar("T")
 
+RENAMED = {
+    "algorithm.prompts_per_step": "batch.prompts_per_step",
+    "algorithm.samples_per_prompt": "batch.samples_per_prompt",
+    "algorithm.minibatches_per_step": "batch.minibatches_per_step",
+    "algorithm.epochs_per_step": "batch.epochs_per_step",
+    "actor.final_learning_rate": "actor.final_learning_rate_ratio",
+}
+REMOVED = {
+    "rollout.min_response_tokens": "a response ends where the policy ends it",
+    "rollout.bucket_megabytes": "weights travel in buckets of 512 MiB",
+}
+"""Settings of earlier versions: their new name, or what holds instead."""
+
 
 class ConfigError(ValueError):
     """What the user gave cannot work. Its message is one sentence that says what, where and the way out.
@@ -26,9 +39,9 @@ class ConfigError(ValueError):
 
 
 def option(default: Any, doc: str, stands_for: Callable[[Any], dict[str, Any]] | None = None) -> Any:
-    """A dataclass field with its doc; a list, a dict or a dataclass type default is made afresh each time.
+    """A dataclass field with its doc; a default that is a list, a dict or a dataclass type is made anew each time.
 
-    `stands_for` makes it one whose value stands for values of its neighbours: those that are not set themselves.
+    stands_for: gives for the field's value those of other fields of its dataclass; what the user sets wins over them.
     """
     metadata = {"doc": doc, "stands_for": stands_for}
     if isinstance(default, type):
@@ -45,14 +58,19 @@ def choose(value: str, allowed: tuple[str, ...], key: str) -> str:
     return value
 
 
-def describe(schema: type, prefix: str = "") -> Iterator[tuple[str, str, Any, str]]:
-    """Yield (dotted key, type, default, doc) for every setting below `schema`, in declaration order."""
+def _settings(schema: type, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field, Any]]:
+    """Yield (dotted key, field, type) for every setting below `schema`, in declaration order."""
     hints = typing.get_type_hints(schema)
     for field in dataclasses.fields(schema):
-        hint, key = hints[field.name], prefix + field.name
-        if dataclasses.is_dataclass(hint):
-            yield from describe(hint, key + ".")
-            continue
+        if dataclasses.is_dataclass(hints[field.name]):
+            yield from _settings(hints[field.name], f"{prefix}{field.name}.")
+        else:
+            yield prefix + field.name, field, hints[field.name]
+
+
+def describe(schema: type) -> Iterator[tuple[str, str, Any, str]]:
+    """Yield (dotted key, type, default, doc) for every setting below `schema`, in declaration order."""
+    for key, field, hint in _settings(schema):
         default = field.default if field.default is not dataclasses.MISSING else field.default_factory()
         name = hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint)
         yield key, name.replace("typing.", ""), default, field.metadata["doc"]
@@ -61,8 +79,8 @@ def describe(schema: type, prefix: str = "") -> Iterator[tuple[str, str, Any, st
 def load(schema: type[T], path: str | Path | None = None, overrides: list[str] | tuple[str, ...] = ()) -> T:
     """Build `schema` from its defaults, then the YAML file at `path`, then `key=value` overrides.
 
-    Raises ConfigError for a file that is missing or unreadable, an unknown key (with the nearest known one)
-    and a value of the wrong type.
+    Raises ConfigError for a file that is missing or unreadable, an unknown key (with its new name or the nearest known
+    one) and a value of the wrong type.
     """
     tree = OmegaConf.structured(schema)
     given = []
@@ -85,12 +103,14 @@ def load(schema: type[T], path: str | Path | None = None, overrides: list[str] |
             raise ConfigError(
                 f"The value in {override!r} is not valid YAML: {' '.join(str(error).split())}."
             ) from error
-    known = [key for key, *_ in describe(schema)]
+    known = [key for key, *_ in _settings(schema)]
     for source, layer in given:
         if not OmegaConf.is_dict(layer):
             raise ConfigError(f"{source} must hold `key: value` settings at its top level.")
         _refuse_unknown_keys(OmegaConf.to_container(layer), schema, known, source)
-    for key, stands_for in _standing_for_others(schema):
+    for key, field, _ in _settings(schema):
+        if (stands_for := field.metadata.get("stands_for")) is None:
+            continue
         try:
             values = [value for _, layer in given if (value := OmegaConf.select(layer, key)) is not None]
         except OmegaConfBaseException as error:
@@ -110,15 +130,6 @@ def load(schema: type[T], path: str | Path | None = None, overrides: list[str] |
         raise ConfigError(f"Setting {error.full_key}: {str(error).splitlines()[0]}") from error
 
 
-def _standing_for_others(schema: type, prefix: str = "") -> Iterator[tuple[str, Callable[[Any], dict[str, Any]]]]:
-    hints = typing.get_type_hints(schema)
-    for field in dataclasses.fields(schema):
-        if dataclasses.is_dataclass(hints[field.name]):
-            yield from _standing_for_others(hints[field.name], f"{prefix}{field.name}.")
-        elif field.metadata.get("stands_for") is not None:
-            yield prefix + field.name, field.metadata["stands_for"]
-
-
 def to_yaml(config: Any) -> str:
     """The whole resolved config as YAML, ready to be loaded again."""
     return OmegaConf.to_yaml(OmegaConf.structured(config))
@@ -129,6 +140,10 @@ def _refuse_unknown_keys(values: Mapping, schema: type, known: list[str], source
     for name, value in values.items():
         key = f"{prefix}{name}"
         if name not in hints:
+            if RENAMED.get(key) in known:
+                raise ConfigError(f"Setting {key} in {source} is called {RENAMED[key]} now.")
+            if key in REMOVED:
+                raise ConfigError(f"Setting {key} in {source} is gone, leave it out: {REMOVED[key]}.")
             hint = f"did you mean {near}?" if (near := _nearest(key, value, known)) else "--help lists all settings."
             raise ConfigError(f"Unknown setting {key!r} in {source}: {hint}")
         if dataclasses.is_dataclass(hints[name]):

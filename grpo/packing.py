@@ -1,24 +1,23 @@
-"""Plans of who computes what: samples over parts, and samples into micro-batches under a token budget."""
+"""Plans of who computes what: samples over ranks, and samples into micro-batches under a token budget."""
 
 from collections.abc import Callable, Sequence
 
 
-def balance(costs: Sequence[float], parts: int) -> list[list[int]]:
-    """Split the indices of `costs` into `parts` non-empty lists of nearly equal summed cost.
+def balance(costs: Sequence[float], count: int) -> list[list[int]]:
+    """Split the indices of `costs` into `count` non-empty lists, in ascending order each, of nearly equal cost.
 
-    The most costly sample goes first, each to the part that has least so far (Graham's longest processing
-    time rule, at most 4/3 of the best split). Every list is in ascending order. Raises ValueError where there
-    are fewer samples than parts.
+    The most costly sample goes first, each to the list that costs least so far (Graham's longest processing time rule,
+    at most 4/3 of the best split). Raises ValueError where there are fewer samples than lists.
     """
-    if len(costs) < parts:
-        raise ValueError(f"{len(costs)} samples cannot be split into {parts} parts.")
-    bins: list[list[int]] = [[] for _ in range(parts)]
-    sums = [0.0] * parts
+    if len(costs) < count:
+        raise ValueError(f"{len(costs)} samples cannot be split over {count} ranks.")
+    bins: list[list[int]] = [[] for _ in range(count)]
+    sums = [0.0] * count
     order = sorted(range(len(costs)), key=lambda i: (-costs[i], i))
     for place, i in enumerate(order):
-        # The last samples go to the parts that would stay empty otherwise.
-        empty = [b for b in range(parts) if not bins[b]]
-        open_bins = empty if len(order) - place <= len(empty) else range(parts)
+        # The last samples go to the lists that would stay empty otherwise.
+        empty = [b for b in range(count) if not bins[b]]
+        open_bins = empty if len(order) - place <= len(empty) else range(count)
         best = min(open_bins, key=lambda b: (sums[b], b))
         bins[best].append(i)
         sums[best] += costs[i]
@@ -28,13 +27,13 @@ def balance(costs: Sequence[float], parts: int) -> list[list[int]]:
 def pack(
     lengths: Sequence[int], max_tokens: int, at_least: int = 1, cost: Callable[[int], float] = float
 ) -> list[list[int]]:
-    """Fill micro-batches of at most `max_tokens` tokens one after the other, and make `at_least` so many.
+    """Pack samples of `lengths` tokens into micro-batches of at most `max_tokens`; returns their lists of indices.
 
     The longest sample goes first, each into the fullest micro-batch that has room for it (best fit decreasing, at most
-    11/9 of the fewest + 1), so that all but the last are nearly full. Returns lists of indices, the most costly first
-    (`cost`, of a sample's length), so that ranks that wait for each other in every layer do equal work side by side. A
-    sample longer than `max_tokens` raises ValueError. More micro-batches than are needed are made where other ranks
-    have more work, of one sample each, and of none where the samples run out.
+    11/9 of the fewest + 1), so that all but the last are nearly full. There are `at_least` so many, for ranks that keep
+    step with others: beyond those needed, of one sample each, and empty when the samples run out. The most costly by
+    `cost`, of a sample's length, come first, so that ranks do equal work side by side. Raises ValueError for a sample
+    longer than `max_tokens`.
     """
     if max(lengths) > max_tokens:
         raise ValueError(f"A sample of {max(lengths)} tokens does not fit max_tokens_per_microbatch={max_tokens}.")

@@ -2,10 +2,10 @@
 
 import dataclasses
 import textwrap
-from collections.abc import Callable
 
-from grpo import advantages, losses
-from grpo.algorithm import CHOICES, PRESETS, AlgorithmConfig, values_of
+from grpo.algorithm import PRESET_SETTINGS, AlgorithmConfig
+from grpo.choices import chosen
+from grpo.presets import PRESETS, values_of
 
 WIDTH = 100
 
@@ -15,22 +15,22 @@ def list_algorithms() -> str:
     lines = ["Presets of algorithm.preset; python -m trainer algorithms NAME prints one.", ""]
     for name, preset in PRESETS.items():
         lines.append(f"{name:12} {preset.paper}")
-        chosen = ", ".join(f"{choice}={value}" for choice, value in preset.choices.items())
-        lines += _wrapped(chosen or "every choice's default", 13)
+        choices = ", ".join(f"{choice}={value}" for choice, value in preset.choices.items())
+        lines += _wrapped(choices or "every choice's default", 13)
     return "\n".join(lines)
 
 
 def describe_algorithm(name: str) -> str:
     """The formula of a preset, each choice, its paper and how it differs from grpo.
 
-    Raises ConfigError for a name that is none.
+    Raises ConfigError for a name that is not a preset.
     """
     values_of(name)
     config, usual = AlgorithmConfig.of(name), AlgorithmConfig()
     lines = [f"{name}: {PRESETS[name].paper}", "", *_wrapped(PRESETS[name].about), "", *formula(config), ""]
     docs = {field.name: field.metadata["doc"] for field in dataclasses.fields(AlgorithmConfig)}
     lines.append("choices (algorithm.*)")
-    for choice in CHOICES:
+    for choice in PRESET_SETTINGS:
         value, of_grpo = getattr(config, choice), getattr(usual, choice)
         differs = f"   grpo: {of_grpo}" if value != of_grpo else ""
         lines.append(f"  {choice} = {value}{differs}")
@@ -39,26 +39,25 @@ def describe_algorithm(name: str) -> str:
 
 
 def formula(config: AlgorithmConfig) -> list[str]:
-    """The loss of `config` in lines, put together from the first lines of its functions' docstrings."""
+    """The loss of `config` in lines, put together from the formulas of its choices."""
+
+    def of(setting: str) -> str:
+        return chosen(setting, config).formula
+
     terms = ["objective_t"]
     rows = [
-        ("objective_t", _first_line(losses.CLIPS[config.clip])),
-        ("ratio", _first_line(losses.RATIOS[config.ratio])),
-        (
-            "A",
-            f"[{_first_line(advantages.BASELINES[config.baseline])}] / "
-            f"[{_first_line(advantages.SCALES[config.scale])}]",
-        ),
-        ("weight_t", _first_line(advantages.AGGREGATES[config.aggregate])),
+        ("objective_t", of("clip")),
+        ("ratio", of("ratio")),
+        ("A", f"[{of('baseline')}] / [{of('scale')}]"),
+        ("weight_t", of("aggregate")),
     ]
-    estimator = _first_line(losses.ESTIMATORS[config.kl_estimator])
     if config.kl_in == "loss":
         terms.append(f"- kl_coefficient {'r ' if config.kl_ratio else ''}kl_t")
-        rows += [("kl_t", estimator), ("R", "reward of the response")]
+        rows += [("kl_t", of("kl_estimator")), ("R", "reward of the response")]
     else:
         rows += [
             ("R_t", "reward - kl_coefficient sum over s >= t of kl_s;  R = R_1"),
-            ("kl_s", f"{estimator}, pi_old's"),
+            ("kl_s", f"{of('kl_estimator')}, pi_old's"),
         ]
     if config.entropy_coefficient:
         terms.append("+ entropy_coefficient H_t")
@@ -71,10 +70,6 @@ def formula(config: AlgorithmConfig) -> list[str]:
     head = f"loss = - sum over tokens t of weight_t ({' '.join(terms)})"
     symbols = "clip_low, clip_high, kl_coefficient: see below;  N tokens, B responses o_i, sg[] has no gradient"
     return ["formula", f"  {head}", *(f"    {name:12}= {value}" for name, value in rows), f"    {symbols}"]
-
-
-def _first_line(function: Callable) -> str:
-    return function.__doc__.splitlines()[0]
 
 
 def _wrapped(text: str, indent: int = 0) -> list[str]:

@@ -6,14 +6,17 @@ from dataclasses import dataclass
 from rich.table import Table
 
 import rewards
-from grpo.algorithm import AlgorithmConfig
+from grpo.algorithm import AlgorithmConfig, BatchConfig
 from grpo.config import ConfigError, option
 from grpo.data import DataConfig
 from rewards import RewardsConfig
+from trainer.checkpoint import CheckpointConfig
 from trainer.tracking import TrackingConfig
 from workers.actor import ActorConfig
+from workers.models import family_of
+from workers.models.hub import ModelConfig, read_config
+from workers.parallel.attention_backend import why_not_flash4
 from workers.parallel.mesh import count_shards, pick_device
-from workers.parallel.policy import ModelConfig, check_layout, read_config, why_not_flash4
 from workers.rollout import RolloutConfig
 
 
@@ -23,13 +26,6 @@ class EvaluationConfig:
     samples_per_prompt: int = option(1, "Responses sampled to each held-out prompt.")
     temperature: float | None = option(None, "Sampling temperature; null is that of the rollout, 0 is greedy.")
     accuracy: str | None = option(None, "The reward whose value 1 counts as correct; null is the first one.")
-
-
-@dataclass
-class CheckpointConfig:
-    every: int = option(50, "Steps between checkpoints; 0 saves after the last step only.")
-    keep: int = option(2, "Newest checkpoints that are kept.")
-    resume: bool = option(False, "Go on from the newest checkpoint of tracking.name where there is one.")
 
 
 @dataclass
@@ -52,14 +48,12 @@ class RunConfig:
             raise ConfigError(f"steps={self.steps} must be at least 1.")
         if self.timeout_seconds <= 0:
             raise ConfigError(f"timeout_seconds={self.timeout_seconds} must be above 0.")
-        if self.checkpoint.keep < 1 or self.checkpoint.every < 0:
-            raise ConfigError("checkpoint.keep must be at least 1 and checkpoint.every at least 0.")
-        if self.checkpoint.resume and not self.tracking.name:
-            raise ConfigError("checkpoint.resume needs tracking.name: the name of the run to go on with.")
+        self.checkpoint.check(self.tracking.name)
+        self.tracking.check()
         self.actor.check()
         count_shards(world, self.actor.replicate, self.actor.tensor_parallel)
         model = read_config(self.model)
-        check_layout(model, self.actor.tensor_parallel)
+        family_of(model).check_tensor_parallel(self.actor.tensor_parallel)
         why_not_flash4(self.model, model, pick_device(self.device))
 
     def check_length(self, tokens: int, made_of: str) -> None:
@@ -86,22 +80,23 @@ class SftConfig(RunConfig):
 
     def check(self, world: int) -> None:
         super().check(world)
-        parts = world // self.actor.tensor_parallel
-        if self.samples_per_step < parts:
+        dp_size = world // self.actor.tensor_parallel
+        if self.samples_per_step < dp_size:
             raise ConfigError(
-                f"samples_per_step={self.samples_per_step} leaves some of {parts} parts without a sample."
+                f"samples_per_step={self.samples_per_step} leaves some of {dp_size} data-parallel ranks without a "
+                f"sample: use at least {dp_size}."
             )
 
-    def sizes(self, world: int) -> list[tuple[str, int, float]]:
-        """(what, in total, per data-parallel part), for the table printed before the model is loaded."""
-        parts = world // self.actor.tensor_parallel
-        return [("samples of a step", self.samples_per_step, self.samples_per_step / parts)]
+    def sizes(self) -> list[tuple[str, int]]:
+        """(what, how many), for the table printed before the model is loaded."""
+        return [("samples of a step", self.samples_per_step)]
 
 
 @dataclass
 class TrainConfig(RunConfig):
     """Settings of `python -m trainer train`."""
 
+    batch: BatchConfig = option(BatchConfig, "")
     algorithm: AlgorithmConfig = option(AlgorithmConfig, "")
     rollout: RolloutConfig = option(RolloutConfig, "")
     rewards: RewardsConfig = option(RewardsConfig, "")
@@ -113,7 +108,9 @@ class TrainConfig(RunConfig):
 
     def check(self, world: int) -> None:
         super().check(world)
+        self.batch.check()
         self.algorithm.check()
+        self.algorithm.check_group_size(self.batch.samples_per_prompt)
         self.rollout.check(world, int(os.environ.get("LOCAL_WORLD_SIZE", world)))
         try:
             rewards.validate(self.rewards)
@@ -126,17 +123,16 @@ class TrainConfig(RunConfig):
             )
         if self.evaluation.samples_per_prompt < 1 or self.evaluation.every < 0:
             raise ConfigError("evaluation.samples_per_prompt must be at least 1 and evaluation.every at least 0.")
-        update = self.algorithm.samples_per_update
-        parts = world // self.actor.tensor_parallel
-        if update < parts:
+        update, dp_size = self.batch.samples_per_update, world // self.actor.tensor_parallel
+        if update < dp_size:
             raise ConfigError(
                 f"An update has {update} samples (prompts_per_step x samples_per_prompt / minibatches_per_step), "
-                f"fewer than the {parts} data-parallel parts: raise algorithm.prompts_per_step."
+                f"fewer than the {dp_size} data-parallel ranks: raise batch.prompts_per_step."
             )
         engines = world // self.rollout.tensor_parallel
-        if self.algorithm.prompts_per_step < engines:
+        if self.batch.prompts_per_step < engines:
             raise ConfigError(
-                f"algorithm.prompts_per_step={self.algorithm.prompts_per_step} leaves some of {engines} engines "
+                f"batch.prompts_per_step={self.batch.prompts_per_step} leaves some of {engines} engines "
                 f"without a prompt: use at least {engines}."
             )
         self.check_length(
@@ -145,33 +141,39 @@ class TrainConfig(RunConfig):
             f"rollout.max_response_tokens={self.rollout.max_response_tokens}",
         )
 
-    def sizes(self, world: int) -> list[tuple[str, int, float]]:
-        """(what, in total, per data-parallel part), for the table printed before the model is loaded."""
-        a, parts = self.algorithm, world // self.actor.tensor_parallel
-        update = a.samples_per_update
-        totals = [
-            ("prompts of a step", a.prompts_per_step),
-            ("samples of a step", a.samples_per_step),
-            ("samples of an update", update),
-            ("updates of a step", a.minibatches_per_step * a.epochs_per_step),
+    def sizes(self) -> list[tuple[str, int]]:
+        """(what, how many), for the table printed before the model is loaded."""
+        return [
+            ("prompts of a step", self.batch.prompts_per_step),
+            ("samples of a step", self.batch.samples_per_step),
+            ("samples of an update", self.batch.samples_per_update),
+            ("updates of a step", self.batch.updates_per_step),
         ]
-        return [(what, n, n if what.startswith("updates") else n / parts) for what, n in totals]
+
+    @property
+    def needs_old_logprobs(self) -> bool:
+        """Whether the policy's log-probabilities before the first update are computed beforehand.
+
+        With one update a step, that update computes them itself: only a KL term in the reward needs them earlier.
+        """
+        return self.batch.updates_per_step > 1 or self.algorithm.kl_in_reward
 
     @property
     def total_updates(self) -> int:
-        return self.steps * self.algorithm.minibatches_per_step * self.algorithm.epochs_per_step
+        return self.steps * self.batch.updates_per_step
 
 
 def sizes_table(config: SftConfig | TrainConfig, world: int) -> Table:
-    """How many of what a step has, in all and for each data-parallel part."""
+    """How many of what a step has, in all and for each data-parallel rank."""
     tensor, replicate = config.actor.tensor_parallel, config.actor.replicate
     shards = count_shards(world, replicate, tensor)
     layout = f"{world} process(es) = {replicate} replica(s) x {shards} shard(s) x {tensor} tensor-parallel"
     table = Table(title=layout, title_justify="left", box=None, pad_edge=False)
     table.add_column("")
     table.add_column("in total", justify="right")
-    table.add_column("per part", justify="right")
-    for what, total, part in config.sizes(world):
-        table.add_row(what, str(total), f"{part:g}")
+    table.add_column("per rank", justify="right")
+    for what, total in config.sizes():
+        each = total if what.startswith("updates") else total / (replicate * shards)
+        table.add_row(what, str(total), f"{each:g}")
     table.add_row("most tokens of a micro-batch", "", str(config.actor.max_tokens_per_microbatch))
     return table

@@ -4,9 +4,10 @@ Both with the run's own model, algorithm and rewards, on as many processes as to
 processes found is kept in the run's folder, and the next number is held against it.
 """
 
-import dataclasses
+import copy
 import gc
 import json
+import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,11 +21,13 @@ from grpo.advantages import compute_advantages, weigh_tokens
 from grpo.batch import jagged, make_batch, select, with_values
 from grpo.config import ConfigError
 from trainer.config import TrainConfig
-from trainer.report import read_metrics
+from trainer.record import read_metrics
+from trainer.runs import Run
 from trainer.trainer import Trainer
 from workers.actor import ActorWorker
-from workers.parallel.mesh import make_training_layout
-from workers.parallel.policy import check_layout, compute_dtype, read_config
+from workers.models import family_of
+from workers.models.hub import compute_dtype, read_config
+from workers.parallel.mesh import is_controller, make_training_layout
 
 TOLERANCE = 1e-5
 """How far two updates in float32 may be apart, relative to their size."""
@@ -43,9 +46,9 @@ class Update:
 
 def prove(config: TrainConfig, device: torch.device, run_folder: Path) -> bool:
     """Run both proofs and print what they found; returns whether all of it held, the same on every rank."""
-    console = Console(quiet=dist.get_rank() != 0)
+    console = Console(quiet=not is_controller())
     held = prove_cuts(config, device, run_folder / "proof.json", console)
-    held &= prove_stillness(config, device, run_folder / "still", console)
+    held &= prove_stillness(config, device, run_folder / "proof-scratch", console)
     console.print("All of it holds." if held else "[bold red]Not all of it holds: see the rows marked above.[/]")
     verdict = [held]
     dist.broadcast_object_list(verdict)
@@ -58,15 +61,11 @@ def prove(config: TrainConfig, device: torch.device, run_folder: Path) -> bool:
 def prove_cuts(config: TrainConfig, device: torch.device, record: Path, console: Console) -> bool:
     """Take the same update in one micro-batch, in many, in another order, and on every layout of the processes."""
     world = dist.get_world_size()
-    config = dataclasses.replace(
-        config,
-        model=dataclasses.replace(config.model, dtype="float32", attention="torch"),
-        # Off-policy, so that the ratio counts.
-        algorithm=dataclasses.replace(config.algorithm, epochs_per_step=2),
-        # Every cut would be traced anew, and float32 attention breaks a layer in three: only where it is asked for.
-        actor=dataclasses.replace(config.actor, compile=bool(config.actor.compile)),
-    )
-    table = Table("replicas x shards x slices", "micro-batches", "loss", "gradient norm", "apart", "", box=None)
+    config = copy.deepcopy(config)
+    config.model.dtype, config.model.attention = "float32", "torch"
+    # Every cut would be traced anew, and float32 attention breaks a layer in three: only where it is asked for.
+    config.actor.compile = bool(config.actor.compile)
+    table = Table("dp_replicate x dp_shard x tp", "micro-batches", "loss", "gradient norm", "apart", "", box=None)
     first: Update | None = None
     proven = f"{config.model.path} {config.algorithm} {config.actor} {config.rollout.temperature} {config.seed}"
     known = json.loads(record.read_text()) if record.is_file() else {}
@@ -96,18 +95,18 @@ def prove_cuts(config: TrainConfig, device: torch.device, record: Path, console:
         table.add_row(f"{processes} process(es), before", "one", *found)
     console.print(f"The same update on {world} process(es), in float32, at most {TOLERANCE:g} apart:")
     console.print(table)
-    if dist.get_rank() == 0:
+    if is_controller():
         record.parent.mkdir(parents=True, exist_ok=True)
         record.write_text(json.dumps({"of": proven, **known, str(world): mine}))
     return held
 
 
 def layouts_of(world: int, config: TrainConfig) -> list[tuple[int, int]]:
-    """(replicas, slices) of every layout of `world` processes that the model can be cut into."""
+    """(dp_replicate, tp_size) of every layout of `world` processes that the model can be cut into."""
     model, found = read_config(config.model), []
     for tensor in (n for n in range(1, world + 1) if world % n == 0):
         try:
-            check_layout(model, tensor)
+            family_of(model).check_tensor_parallel(tensor)
             config.actor.lora.check(tensor)
         except ConfigError:
             continue
@@ -122,20 +121,19 @@ def one_update(
 ) -> Update:
     """One update of the model at its start, on a random ragged batch that depends on the seed alone."""
     gc.collect()  # FSDP's modules refer to each other: the model before would stay beside this one
-    torch._dynamo.reset()  # past a number of traces, torch goes on without compiling
+    torch.compiler.reset()  # past a number of traces, torch goes on without compiling
     layout = make_training_layout(device, replicate, tensor)
-    settings = dataclasses.replace(
-        config.actor, replicate=replicate, tensor_parallel=tensor, max_tokens_per_microbatch=budget
-    )
+    settings = copy.deepcopy(config.actor)
+    settings.replicate, settings.tensor_parallel, settings.max_tokens_per_microbatch = replicate, tensor, budget
     actor = ActorWorker(config.model, settings, config.algorithm, layout, config.rollout.temperature, 10)
     vocabulary = read_config(config.model).vocab_size
-    batch = random_batch(config, vocabulary) if dist.get_rank() == 0 else None
-    ours = actor.compute_logprobs(batch)
+    batch = random_batch(config, vocabulary) if is_controller() else None
+    batch = actor.compute_logprobs(batch)
     if batch is not None:
-        noise, mask = batch.pop("noise"), batch["response_mask"].values()
+        mask, ours, noise = (batch[name].values() for name in ("response_mask", "old_logprobs", "noise"))
+        # Off-policy, so that the ratio counts.
         for i, name in enumerate(("old_logprobs", "ref_logprobs", "rollout_logprobs")):
-            values = ours["old_logprobs"].values() + noise.values().roll(i) * mask
-            batch[name] = with_values(batch["response_mask"], values)
+            batch[name] = with_values(batch["response_mask"], ours + noise.roll(i) * mask)
         batch = weigh_tokens(compute_advantages(batch, config.algorithm), config.algorithm)
         if shuffled:
             batch = select(batch, torch.randperm(len(batch), generator=torch.Generator().manual_seed(1)).tolist())
@@ -149,7 +147,7 @@ def one_update(
 def random_batch(config: TrainConfig, vocabulary: int) -> TensorDict:
     """Samples of 8 to 40 random tokens, of which the first 4 are the prompt, with rewards of 0, 1/2 and 1."""
     random = torch.Generator().manual_seed(config.seed)
-    groups, size = 16, max(1, min(4, config.algorithm.samples_per_prompt))
+    groups, size = 16, max(1, min(4, config.batch.samples_per_prompt))
     lengths = torch.randint(8, 41, (groups * size,), generator=random).tolist()
     return make_batch(
         {
@@ -173,7 +171,7 @@ def distance(ours: list[torch.Tensor], others: list[torch.Tensor]) -> float:
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
     """The full tensor on the host of the controller; nothing elsewhere."""
     full = tensor.full_tensor()
-    return full.cpu() if dist.get_rank() == 0 else full.new_zeros(0)
+    return full.cpu() if is_controller() else full.new_zeros(0)
 
 
 # standing still
@@ -181,22 +179,15 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
 
 def prove_stillness(config: TrainConfig, device: torch.device, run_folder: Path, console: Console) -> bool:
     """Train with a learning rate of 0: ratio 1, KL 0, the rollout's gap flat, and no weight another than before."""
-    settings = dataclasses.replace(
-        config,
-        steps=STILL_STEPS,
-        actor=dataclasses.replace(config.actor, learning_rate=0.0),
-        # Two passes, so that the ratio is of log-probabilities that were computed twice; a KL term for the reference.
-        algorithm=dataclasses.replace(
-            config.algorithm,
-            epochs_per_step=2,
-            kl_coefficient=config.algorithm.kl_coefficient or 1e-3,
-            resample_rounds=0,
-        ),
-        data=dataclasses.replace(config.data, eval=None),
-        checkpoint=dataclasses.replace(config.checkpoint, every=0, resume=False),
-        tracking=dataclasses.replace(config.tracking, name=str(run_folder.name)),
-    )
-    trainer = Trainer(settings, device, run_folder)
+    config = copy.deepcopy(config)
+    config.steps, config.actor.learning_rate, config.data.eval = STILL_STEPS, 0.0, None
+    # Two passes, so that the ratio is of log-probabilities that were computed twice; a KL term for the reference.
+    config.batch.epochs_per_step, config.algorithm.resample_rounds = 2, 0
+    config.algorithm.kl_coefficient = config.algorithm.kl_coefficient or 1e-3
+    config.checkpoint.every, config.tracking.name = 0, run_folder.name
+    if is_controller():
+        shutil.rmtree(run_folder, ignore_errors=True)  # what an earlier proof left
+    trainer = Trainer(config, device, Run(run_folder))
     named = list(trainer.actor.policy.named_parameters())
     before = [_fingerprint(parameter) for _, parameter in named]
     trainer.run()
@@ -204,7 +195,7 @@ def prove_stillness(config: TrainConfig, device: torch.device, run_folder: Path,
     everyones = [mine] * dist.get_world_size()
     dist.all_gather_object(everyones, mine)
     moved = list(dict.fromkeys(name for names in everyones for name in names))
-    if dist.get_rank() != 0:
+    if not is_controller():
         return True
     rows = read_metrics(run_folder)
     exact = compute_dtype(config.model, device) == torch.float32
@@ -217,9 +208,8 @@ def prove_stillness(config: TrainConfig, device: torch.device, run_folder: Path,
     ]
     table = Table(f"over {STILL_STEPS} steps with a learning rate of 0", "found", "at most", "", box=None)
     for name, found, most in findings:
-        table.add_row(
-            name, f"{found:.2e}" if isinstance(found, float) else str(found), f"{most:g}", _mark(found <= most)
-        )
+        shown = f"{found:.2e}" if isinstance(found, float) else str(found)
+        table.add_row(name, shown, f"{most:g}", _mark(found <= most))
     console.print(table)
     if moved:
         console.print(f"These moved: {', '.join(moved[:5])}{' ...' if len(moved) > 5 else ''}")

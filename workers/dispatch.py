@@ -1,9 +1,8 @@
-"""How a batch gets from the controller to the workers and back: split, repeat, run, collect.
+"""How a batch gets from the controller to the workers and back: scatter, run, gather.
 
 Every process runs the same loop. On the controller (rank 0) a batch is the global TensorDict, elsewhere it is
-None. A `Worker` method marked `@dispatched` splits the rows of the batch over the data-parallel parts, hands the
+None. A `Worker` method marked `@dispatched` splits the rows of the batch over the data-parallel ranks, hands the
 same rows to every tensor-parallel peer, runs, and puts the results back together in the order of the rows.
-Tensors travel as raw bytes over gloo; only their names, types and sizes are pickled.
 """
 
 import functools
@@ -11,6 +10,7 @@ import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from tensordict import TensorDict
@@ -18,82 +18,69 @@ from tensordict import TensorDict
 from grpo.batch import concatenate, lengths_of, make_batch, select
 from grpo.config import ConfigError
 from grpo.packing import balance
-from workers.parallel.mesh import InferenceLayout, TrainingLayout
+from workers.parallel.mesh import InferenceLayout, TrainingLayout, is_controller
 
 CONTROLLER = 0
 
 
 class WorkerGroup:
-    """All processes that play one role: which part of a batch each works on, and how rows travel between them.
+    """All processes that play one role, and how rows travel between them over gloo.
 
-    cost: of a row of so many tokens, which is what is balanced over the parts.
+    cost: of a row of so many tokens, which is what is balanced over the data-parallel ranks.
     """
 
-    def __init__(self, layout: TrainingLayout | InferenceLayout, cost: Callable[[int], float]) -> None:
+    def __init__(self, layout: TrainingLayout | InferenceLayout, cost: Callable[[int], float] = float) -> None:
         self.layout, self.cost = layout, cost
-        self.rank = dist.get_rank()
-        mine = (layout.dp_rank, layout.tp_rank == 0)
-        self.places: list[tuple[int, bool]] = [mine] * dist.get_world_size()
+        mine = (layout.dp_rank, layout.tp_rank)
+        self.places: list[tuple[int, int]] = [mine] * dist.get_world_size()  # (dp_rank, tp_rank) of every rank
         if dist.get_world_size() > 1:
             dist.all_gather_object(self.places, mine)
 
-    def scatter(self, batch: TensorDict | None, fields: Sequence[str], what: str) -> tuple[TensorDict, list[list[int]]]:
-        """This rank's rows of the controller's batch, and (on the controller) which rows each part got.
+    def scatter(self, batch: TensorDict | None, fields: Sequence[str], what: str) -> TensorDict:
+        """This rank's rows of the controller's batch: those of its `fields` that it has, and `row`, their numbers.
 
         Rows are balanced by their costs. Raises RuntimeError naming `what` where the controller does not send
         within the process group's timeout.
         """
-        plan: list[list[int]] = []
-        if self.rank == CONTROLLER:
-            batch = TensorDict({name: batch[name] for name in fields if name in batch}, batch_size=batch.batch_size)
-            plan = balance([self.cost(length) for length in lengths_of(batch["tokens"])], self.layout.dp_size)
-            if self.layout.dp_size == 1 and len(self.places) == 1:
-                return batch, plan
-            shards = [select(batch, rows) for rows in plan]
-            for rank, (part, _) in enumerate(self.places):
-                if rank != CONTROLLER:
-                    _send(shards[part], rank)
-            return shards[self.places[CONTROLLER][0]], plan
-        return _wait_for(CONTROLLER, f"its rows of {what} from the controller"), plan
+        if not is_controller():
+            return _unpack(_wait_for(CONTROLLER, f"its rows of {what} from the controller"))
+        batch = batch.select(*fields, strict=False)
+        batch["row"] = torch.arange(len(batch))
+        if len(self.places) == 1:
+            return batch
+        plan = balance([self.cost(length) for length in lengths_of(batch["tokens"])], self.layout.dp_size)
+        shares = [select(batch, rows) for rows in plan]
+        for rank, (dp_rank, _) in enumerate(self.places):
+            if rank != CONTROLLER:
+                _send(_pack(shares[dp_rank]), rank)
+        return shares[self.layout.dp_rank]
 
-    def share(self, batch: TensorDict | None, fields: Sequence[str], what: str) -> TensorDict:
-        """The `fields` of all rows of the controller's batch, on every rank; raises RuntimeError as `scatter` does."""
-        if self.rank != CONTROLLER:
-            return _wait_for(CONTROLLER, f"the rows of {what} from the controller")
-        batch = make_batch({name: batch[name] for name in fields})
+    def gather(self, result: TensorDict, what: str) -> TensorDict | None:
+        """On the controller the rows of all data-parallel ranks in the order of their field `row`, elsewhere None."""
+        if len(self.places) > 1:
+            packed = self.collect(_pack(result), what)
+            if packed is None:
+                return None
+            result = concatenate([_unpack(rows) for rows in packed])
+            result = select(result, result["row"].argsort().tolist())
+        return result.exclude("row")
+
+    def share(self, value: Any, what: str) -> Any:
+        """The controller's `value` on every rank; raises RuntimeError as `scatter` does."""
+        if not is_controller():
+            return _wait_for(CONTROLLER, f"{what} from the controller")
         for rank in range(1, len(self.places)):
-            _send(batch, rank)
-        return batch
+            _send(value, rank)
+        return value
 
-    def gather(self, result: TensorDict | None, what: str) -> TensorDict | None:
-        """On the controller the results of all leading ranks in the order of their field `row`, elsewhere None."""
-        if self.rank != CONTROLLER:
+    def collect(self, value: Any, what: str) -> list[Any] | None:
+        """On the controller the values of all ranks whose tp_rank is 0, its own first, elsewhere None."""
+        if not is_controller():
             if self.layout.tp_rank == 0:
-                _send(result, CONTROLLER)
+                _send(value, CONTROLLER)
             return None
-        leaders = [rank for rank, (_, leads) in enumerate(self.places) if leads and rank != CONTROLLER]
-        results = [result, *(_wait_for(rank, f"rank {rank} to finish {what}") for rank in leaders)]
-        whole = result
-        if leaders:
-            whole = concatenate(results)
-            whole = select(whole, whole["row"].argsort(stable=True).tolist())
-        del whole["row"]
-        return whole
-
-    def collect(self, result: TensorDict, plan: list[list[int]], what: str) -> TensorDict | None:
-        """On the controller the results of all parts in the order of the batch's rows, elsewhere None."""
-        if self.rank != CONTROLLER:
-            if self.layout.tp_rank == 0:
-                _send(result, CONTROLLER)
-            return None
-        if self.layout.dp_size == 1:
-            return result
-        results = [result] * self.layout.dp_size
-        for rank, (part, leads) in enumerate(self.places):
-            if leads and rank != CONTROLLER:
-                results[part] = _wait_for(rank, f"rank {rank} to finish {what}")
-        back = torch.tensor([row for rows in plan for row in rows]).argsort().tolist()
-        return select(concatenate(results), back)
+        others = [rank for rank, (_, tp_rank) in enumerate(self.places) if tp_rank == 0 and rank != CONTROLLER]
+        return [value, *(_wait_for(rank, f"rank {rank} to finish {what}") for rank in others)]
 
 
 class Worker:
@@ -107,7 +94,7 @@ class Worker:
 def on_controller(work: Callable[[], Any]) -> Any:
     """What `work` returns on the controller, and None elsewhere. A ConfigError it raises is raised everywhere."""
     result, refusal = None, [None]
-    if dist.get_rank() == CONTROLLER:
+    if is_controller():
         try:
             result = work()
         except ConfigError as error:
@@ -119,55 +106,54 @@ def on_controller(work: Callable[[], Any]) -> Any:
 
 
 def dispatched(*fields: str) -> Callable:
-    """Mark a Worker method as run by all processes on parts of the controller's batch.
+    """Mark a Worker method as run by all processes on rows of the controller's batch.
 
     `fields` are the fields that travel to the workers (those of them that the batch has). The method gets its rows
-    as a TensorDict. What it returns reaches the loop on the controller: a TensorDict is collected in row order and
-    is None elsewhere, a dict of numbers (already reduced over all ranks) is handed through.
+    as a TensorDict. What it returns reaches the loop on the controller: a TensorDict is gathered in the order of the
+    rows and is None elsewhere, anything else (already reduced over all ranks) is handed through.
     """
 
     def decorate(method: Callable) -> Callable:
         @functools.wraps(method)
         def run(self: Worker, batch: TensorDict | None, *args: Any, **kwargs: Any) -> Any:
             what = f"{type(self).__name__}.{method.__name__}"
-            rows, plan = self.group.scatter(batch, fields, what)
+            rows = self.group.scatter(batch, fields, what)
+            numbers = rows.pop("row")
             result = method(self, rows, *args, **kwargs)
-            return self.group.collect(result, plan, what) if isinstance(result, TensorDict) else result
+            if not isinstance(result, TensorDict):
+                return result
+            return self.group.gather(result.copy().set("row", numbers), what)
 
         return run
 
     return decorate
 
 
-def _send(batch: TensorDict, rank: int) -> None:
-    header, tensors = [], []
-    for name, field in batch.items():
-        parts = [field.values(), field.offsets()] if field.is_nested else [field]
-        header.append((name, [(part.dtype, part.shape) for part in parts]))
-        tensors += [part.contiguous().cpu().reshape(-1).view(torch.uint8) for part in parts]
-    pickled = torch.frombuffer(bytearray(pickle.dumps((header, [len(t) for t in tensors]))), dtype=torch.uint8)
-    payload = torch.cat([pickled, *tensors])
-    dist.send(torch.tensor([len(pickled), len(payload)]), rank)
+def _send(value: Any, rank: int) -> None:
+    payload = torch.frombuffer(bytearray(pickle.dumps(value, protocol=5)), dtype=torch.uint8)
+    dist.send(torch.tensor(len(payload)), rank)
     dist.send(payload, rank)
 
 
-def _wait_for(rank: int, what: str) -> TensorDict:
+def _wait_for(rank: int, what: str) -> Any:
+    length = torch.zeros((), dtype=torch.int64)
     try:
-        return _receive(rank)
+        dist.recv(length, rank)
+        payload = torch.empty(int(length), dtype=torch.uint8)
+        dist.recv(payload, rank)
     except RuntimeError as error:
         raise RuntimeError(f"Rank {dist.get_rank()} waited for {what}: {error}") from error
+    return pickle.loads(payload.numpy())
 
 
-def _receive(rank: int) -> TensorDict:
-    lengths = torch.empty(2, dtype=torch.int64)
-    dist.recv(lengths, rank)
-    payload = torch.empty(int(lengths[1]), dtype=torch.uint8)
-    dist.recv(payload, rank)
-    header, sizes = pickle.loads(payload[: int(lengths[0])].numpy().tobytes())
-    pieces = iter(payload[int(lengths[0]) :].split(sizes))
-    fields = {}
-    for name, parts in header:
-        # A piece may begin at any byte; a copy is aligned for its own type.
-        tensors = [next(pieces).clone().view(dtype).reshape(shape) for dtype, shape in parts]
-        fields[name] = tensors[0] if len(tensors) == 1 else torch.nested.nested_tensor_from_jagged(*tensors)
-    return make_batch(fields)
+def _pack(batch: TensorDict) -> dict[str, list[np.ndarray]]:
+    """The batch as arrays: tensors pickle slowly, and nested ones not at all."""
+    parts = {name: [f.values(), f.offsets()] if f.is_nested else [f] for name, f in batch.items()}
+    return {name: [tensor.numpy() for tensor in tensors] for name, tensors in parts.items()}
+
+
+def _unpack(packed: dict[str, list[np.ndarray]]) -> TensorDict:
+    # A copy, since what was received is a view of memory that cannot be written.
+    fields = {name: [torch.from_numpy(array.copy()) for array in arrays] for name, arrays in packed.items()}
+    nested = torch.nested.nested_tensor_from_jagged
+    return make_batch({name: nested(*ts) if len(ts) > 1 else ts[0] for name, ts in fields.items()})

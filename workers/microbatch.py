@@ -1,6 +1,6 @@
-"""Micro-batches: the samples of a rank, packed into rows without padding, the same number on every rank.
+"""Micro-batches: a rank's samples packed side by side without padding, in as many passes on every rank.
 
-This is the one place where samples are cut up for a forward pass.
+This is the one place where samples are cut up for a forward pass, and put together again after it.
 """
 
 from collections.abc import Iterator
@@ -9,30 +9,59 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from tensordict import TensorDict
+from torch import Tensor
 
 from grpo.batch import lengths_of
 from grpo.packing import pack
 from workers.dispatch import WorkerGroup
+from workers.parallel.attention import PackedSequences
 from workers.parallel.mesh import to_device
 
 
 @dataclass
 class MicroBatch:
-    """Samples side by side without padding, on the device: T tokens, N of them in responses."""
+    """What a forward pass needs of its samples: T tokens, N of them in responses, on the device."""
 
-    rows: list[int]
-    lengths: list[int]
-    tokens: torch.Tensor  # [T] int64
-    wanted: torch.Tensor  # [N] int64, where in T the response tokens stand
-    fields: dict[str, torch.Tensor]  # [N], of the response tokens; `owner`, int64, numbers the samples
-    last: bool  # of this rank's
+    rows: list[int]  # of the rank's batch; none in a pass that only keeps step with other ranks
+    last: bool  # of the rank's micro-batches
+    response_mask: Tensor  # [T] bool, on the host
+    tokens: Tensor  # [T] int64
+    sequences: PackedSequences
+    predictors: Tensor  # [N] int64, the places in T just before the response tokens
+    targets: Tensor  # [N] int64, the response tokens
+    fields: dict[str, Tensor]  # [N] each, of the response tokens; seq_id (int64) numbers the sequences
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each sequence."""
+        return self.sequences.lengths
+
+    @classmethod
+    def of(
+        cls, packed: dict[str, Tensor], lengths: list[int], device: torch.device, rows: list[int], last: bool = True
+    ) -> "MicroBatch":
+        """From fields [T] on the host. No sequence's first token may be in a response; none is without `rows`."""
+        fields = packed | {"seq_id": torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))}
+        tokens, mask = fields.pop("tokens"), fields.pop("response_mask")
+        mask = mask if rows else torch.zeros_like(mask)
+        places = mask.nonzero()[:, 0]  # on the host: to count on the device would make the host wait
+        fields = {name: to_device(field[places], device) for name, field in fields.items()}
+        sequences = PackedSequences.of(lengths, device)
+        cut = (to_device(x, device) for x in (places - 1, tokens[places]))
+        return cls(rows, last, mask, to_device(tokens, device), sequences, *cut, fields)
+
+    def unpack(self, values_N: Tensor) -> dict[int, Tensor]:
+        """Values of the response tokens by row, on the host: [length] each, 0 outside the response."""
+        values_T = torch.zeros(len(self.response_mask)).masked_scatter(self.response_mask, values_N.cpu())
+        return dict(zip(self.rows, values_T.split(self.lengths), strict=False))
 
 
 def microbatches(batch: TensorDict, max_tokens: int, group: WorkerGroup) -> Iterator[MicroBatch]:
-    """Cut this part's rows into packed micro-batches, as many on every part of `group`, the most costly first.
+    """Cut this rank's samples into micro-batches of at most `max_tokens`, the most costly first.
 
-    FSDP's collectives need every rank to make the same number of passes. A rank with fewer samples than passes
-    repeats its first one without response tokens, which adds nothing to any sum.
+    FSDP's collectives need every rank to make the same number of passes, so the ranks of the layout's sum_group agree
+    on it. A rank with fewer samples than passes repeats its first one without response tokens, which adds nothing to
+    any sum.
     """
     lengths = lengths_of(batch["tokens"])
     plan, layout = pack(lengths, max_tokens, cost=group.cost), group.layout
@@ -45,10 +74,4 @@ def microbatches(batch: TensorDict, max_tokens: int, group: WorkerGroup) -> Iter
     for number, rows in enumerate(plan, 1):
         used = rows or [0]
         packed = {name: torch.cat([column[row] for row in used]) for name, column in columns.items()}
-        tokens, mask = packed.pop("tokens"), packed.pop("response_mask")
-        # Counted here, on the host: counting on the device would make it wait.
-        wanted = mask.nonzero()[:, 0] if rows else mask.new_zeros(0, dtype=torch.int64)
-        packed["owner"] = torch.arange(len(used)).repeat_interleave(torch.tensor([lengths[row] for row in used]))
-        fields = {name: to_device(field[wanted], layout.device) for name, field in packed.items()}
-        tokens, wanted = to_device(tokens, layout.device), to_device(wanted, layout.device)
-        yield MicroBatch(rows, [lengths[row] for row in used], tokens, wanted, fields, last=number == len(plan))
+        yield MicroBatch.of(packed, [lengths[row] for row in used], layout.device, rows, last=number == len(plan))

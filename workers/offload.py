@@ -1,4 +1,4 @@
-"""Tensors that wait in the host's memory while the device's is needed for something else."""
+"""Tensors that wait in the host's memory while the device's memory is needed for something else."""
 
 from collections.abc import Iterable
 
@@ -7,7 +7,7 @@ from torch.distributed.tensor import DTensor
 
 
 class HostOffload:
-    """Tensors that lie in the host's memory for a while; their storages on the device are empty meanwhile."""
+    """Tensors that lie in the host's memory for a while. Meanwhile their storages on the device are empty."""
 
     def __init__(self, device: torch.device) -> None:
         self.waiting: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
@@ -23,9 +23,8 @@ class HostOffload:
             storage = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()
             key = storage._cdata
             if key not in self.hosts:
-                self.hosts[key] = torch.empty(
-                    storage.nbytes(), dtype=torch.uint8, pin_memory=self.stream is not None
-                ).untyped_storage()
+                host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=self.stream is not None)
+                self.hosts[key] = host.untyped_storage()
             self.hosts[key].copy_(storage, non_blocking=True)
             self.waiting.append((storage, self.hosts[key]))
         if self.stream is not None:
@@ -34,11 +33,11 @@ class HostOffload:
             storage.resize_(0)
 
     def reload(self) -> None:
-        """Begin to bring them back, beside what the device computes meanwhile; they can be used after `ready`."""
+        """Begin to bring them back while the device computes; they can be used after `wait`."""
         for storage, host in self.waiting:
             storage.resize_(host.nbytes())
         if self.stream is not None:
-            # What computes may still use memory that is theirs again now.
+            # Kernels that were queued before may still use the memory that they now get back.
             self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
             for storage, host in self.waiting:
@@ -46,6 +45,6 @@ class HostOffload:
         self.waiting = []
 
     def wait(self) -> None:
-        """What the device computes from here on finds them back."""
+        """Let what the device computes from here on wait until they are back."""
         if self.stream is not None:
             torch.cuda.current_stream().wait_stream(self.stream)

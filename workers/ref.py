@@ -2,13 +2,15 @@
 
 from tensordict import TensorDict
 
-from workers.actor import ActorConfig, compute_logprobs
+from grpo.batch import make_batch
+from workers.actor import ActorConfig, response_logprobs
 from workers.dispatch import Worker, dispatched
+from workers.models import family_of
+from workers.models.hub import ModelConfig, read_config
 from workers.offload import HostOffload
-from workers.parallel.flops import Flops
 from workers.parallel.lora import adapters_off
 from workers.parallel.mesh import TrainingLayout
-from workers.parallel.policy import ModelConfig, Policy, load_policy, read_config
+from workers.parallel.policy import Policy, load_policy
 
 
 class RefWorker(Worker):
@@ -25,12 +27,12 @@ class RefWorker(Worker):
         temperature: float,
         actors: Policy | None = None,
     ) -> None:
-        super().__init__(layout, Flops.of(read_config(model)).cost)
+        super().__init__(layout, family_of(read_config(model)).flops().cost)
         if actors is not None and config.lora.rank:
             self.policy = actors
         else:
-            fuse, reshard = config.fuses(layout.device), config.reshards(layout.dp_shard)
-            self.policy = load_policy(model, layout, trains=False, fuse=fuse, reshard=reshard)
+            compiled, reshard = config.compiles(layout.device), config.reshards(layout.dp_shard)
+            self.policy = load_policy(model, layout, trains=False, compiled=compiled, reshard=reshard)
         self.max_tokens, self.temperature = config.max_tokens_per_microbatch, temperature
         # The actor's own policy is the actor's to move.
         self.offloads = "reference" in config.offload and self.policy is not actors
@@ -38,7 +40,7 @@ class RefWorker(Worker):
         self.offload()
 
     def offload(self) -> None:
-        """Move the weights into the host's memory, where actor.offload says so."""
+        """Move the weights into the host's memory, if actor.offload says so."""
         if self.offloads:
             self.offloaded.offload(self.policy.parameters())
 
@@ -46,12 +48,16 @@ class RefWorker(Worker):
         """Begin to bring them back, while rewards are graded."""
         self.offloaded.reload()
 
+    def compute_logprobs(self, batch: TensorDict | None) -> TensorDict | None:
+        """The controller's batch with the field ref_logprobs [B, *] float32, the reference's own; None elsewhere."""
+        found = self._compute_logprobs(batch)
+        return None if batch is None else batch.copy().update(found)
+
     @dispatched("tokens", "response_mask")
-    def compute_logprobs(self, batch: TensorDict) -> TensorDict:
-        """The reference's log-probabilities of the sampled tokens, as a batch with the field ref_logprobs [B, *]."""
+    def _compute_logprobs(self, batch: TensorDict) -> TensorDict:
         self.reload()
         self.offloaded.wait()
         with adapters_off(self.policy):
-            result = compute_logprobs(self.policy, self.group, batch, "ref_logprobs", self.max_tokens, self.temperature)
+            logprobs = response_logprobs(self.policy, self.group, batch, self.max_tokens, self.temperature)
         self.offload()
-        return result
+        return make_batch({"ref_logprobs": logprobs})

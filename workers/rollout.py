@@ -1,96 +1,26 @@
-"""The RolloutWorker: turns prompts into sampled responses with the engine of this process."""
+"""The RolloutWorker: turns prompts into graded trajectories with the engine of this process."""
 
+import asyncio
+import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from tensordict import TensorDict
+from transformers import PreTrainedTokenizerBase
 
-from grpo.batch import make_batch
-from grpo.config import ConfigError, choose, option
+from grpo.batch import Trajectory, batch_of
+from grpo.data import Prompt
 from grpo.packing import balance
+from rewards import RewardPool, RewardsConfig
 from workers.dispatch import Worker
-from workers.engines.protocol import Engine, Response, Sampling
-from workers.parallel.mesh import InferenceLayout
-from workers.parallel.policy import ModelConfig
-
-ENGINES = ("torch", "sglang")
-RELEASE_CHOICES = ("auto", "none", "kv", "kv+weights", "all")
-
-
-@dataclass
-class RolloutConfig:
-    engine: str = option("torch", "Inference engine: torch (embedded, for CPUs and small models) or sglang.")
-    tensor_parallel: int = option(1, "Processes of one machine that share an engine (sglang).")
-    temperature: float = option(1.0, "Divides the logits, in sampling and in training.")
-    top_p: float = option(1.0, "Sample from the fewest tokens that hold this share of the probability; 1 is all.")
-    top_k: int = option(0, "Sample from this many most likely tokens; 0 is all.")
-    min_response_tokens: int = option(0, "No response ends before it has so many tokens.")
-    max_response_tokens: int = option(1024, "Longest response; a longer one is cut and marked as truncated.")
-    concurrent_samples: int = option(512, "Samples that one engine works on at once (sglang).")
-    memory_fraction: float = option(0.5, "Share of a GPU for an engine's weights and KV cache as it serves (sglang).")
-    release: str = option(
-        "auto",
-        "What the engine lets go of while the trainer works (sglang): none, kv, kv+weights, all (CUDA graphs too), or "
-        "auto: the least that leaves the trainer what its fullest step so far took.",
-    )
-    bucket_megabytes: int = option(512, "Weights that travel to the engine at once; up to two such buckets are held.")
-    verify_every: int = option(
-        20, "Weight updates between two comparisons of the engine's weights with the actor's, from the first; 0: never."
-    )
-    gap_warning: float = option(
-        0.05, "Mean difference of rollout and trainer log-probabilities from which on the likely cause is told."
-    )
-    gap_error: float = option(0.5, "The same, from which on the run ends.")
-    stall_seconds: float = option(45.0, "Longest silence of a working engine before the run ends (sglang).")
-    sglang: dict[str, Any] = option({}, "Options of SGLang's own, such as {attention_backend: triton}.")
-
-    def check(self, world: int, local_world: int) -> None:
-        """Raise ConfigError for the first value that cannot work with `world` processes, `local_world` a machine."""
-        choose(self.engine, ENGINES, "rollout.engine")
-        choose(self.release, RELEASE_CHOICES, "rollout.release")
-        if self.temperature <= 0:
-            raise ConfigError(
-                f"rollout.temperature={self.temperature} must be above 0: GRPO needs samples that differ."
-            )
-        for name in ("top_p", "memory_fraction"):
-            if not 0 < getattr(self, name) <= 1:
-                raise ConfigError(f"rollout.{name}={getattr(self, name)} must be above 0 and at most 1.")
-        if self.top_k < 0 or self.max_response_tokens < 1:
-            raise ConfigError("rollout.top_k must be at least 0 and rollout.max_response_tokens at least 1.")
-        if not 0 <= self.min_response_tokens <= self.max_response_tokens:
-            raise ConfigError(
-                f"rollout.min_response_tokens={self.min_response_tokens} must be between 0 and "
-                f"rollout.max_response_tokens={self.max_response_tokens}."
-            )
-        for name in ("tensor_parallel", "concurrent_samples", "bucket_megabytes", "stall_seconds"):
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"rollout.{name}={getattr(self, name)} must be above 0.")
-        if self.verify_every < 0:
-            raise ConfigError(f"rollout.verify_every={self.verify_every} must be at least 0.")
-        if not 0 < self.gap_warning <= self.gap_error:
-            raise ConfigError(
-                f"rollout.gap_warning={self.gap_warning} must be above 0 and at most "
-                f"rollout.gap_error={self.gap_error}."
-            )
-        if self.engine == "torch":
-            if self.tensor_parallel > 1 or self.sglang:
-                raise ConfigError("rollout.tensor_parallel and rollout.sglang need rollout.engine=sglang.")
-            return
-        if world % self.tensor_parallel or local_world % self.tensor_parallel:
-            raise ConfigError(
-                f"rollout.tensor_parallel={self.tensor_parallel} does not divide the {local_world} process(es) of a "
-                "machine, and an engine does not span machines."
-            )
-        from workers.engines.sglang_engine import check_sglang
-
-        check_sglang(self.sglang)
+from workers.engines.config import RolloutConfig
+from workers.engines.protocol import Engine, Sampling
+from workers.models.hub import ModelConfig
+from workers.parallel.mesh import InferenceLayout, make_store
 
 
 def make_engine(
@@ -101,34 +31,71 @@ def make_engine(
         from workers.engines.sglang_engine import SGLangEngine
 
         return SGLangEngine(model, config, layout, seed, log)
-    from workers.engines.torch_engine import TorchEngine
+    from workers.engines.torch_engine import TorchEngine, share_of_memory
 
-    return TorchEngine(model, layout.device)
+    return TorchEngine(
+        model, layout.device, config.concurrent_samples, share_of_memory(layout.device, config.memory_fraction)
+    )
 
 
-class Handout:
+class Grader:
+    """Grades with the rewards of `config`; a context manager. stop: ids that end a response, left out of its text."""
+
+    def __init__(self, config: RewardsConfig, tokenizer: PreTrainedTokenizerBase, stop: Collection[int]) -> None:
+        self.pool, self.tokenizer, self.stop = RewardPool(config), tokenizer, set(stop)
+
+    def __enter__(self) -> "Grader":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.pool.close()
+
+    async def __call__(self, trajectory: Trajectory) -> None:
+        """Set response, reward, components and failures of a trajectory that is sampled to its end."""
+        sampled = trajectory.tokens[trajectory.mask].tolist()
+        if sampled and sampled[-1] in self.stop:
+            sampled.pop()
+        trajectory.response = self.tokenizer.decode(sampled)
+        grade = await asyncio.wrap_future(self.pool.submit(trajectory.response, trajectory.info))
+        trajectory.reward, trajectory.components = grade.total, grade.components
+        trajectory.failures = grade.failures
+
+
+class WorkStealing:
     """Which prompts one of several engines works on: its own share, then what the others have not begun.
 
-    So a slow engine leaves no other idle. `shares`: prompts of each part; every part takes its first one itself, and
+    So a slow engine leaves no other idle. shares: prompts of each engine; every engine takes its first one itself, and
     a counter for each in the process group's store says how many of the rest are taken.
     """
 
-    def __init__(self, shares: Sequence[Sequence[int]], part: int, store: dist.Store) -> None:
-        self.shares, self.part, self.store = shares, part, store
+    def __init__(self, shares: Sequence[Sequence[int]], dp_rank: int, store: dist.Store) -> None:
+        self.shares, self.dp_rank, self.store = shares, dp_rank, store
 
     def __iter__(self) -> Iterator[int]:
-        yield self.shares[self.part][0]
+        yield self.shares[self.dp_rank][0]
         for offset in range(len(self.shares)):
-            part = (self.part + offset) % len(self.shares)
-            while (taken := self.store.add(f"taken/{part}", 1)) < len(self.shares[part]):
-                yield self.shares[part][taken]
+            owner = (self.dp_rank + offset) % len(self.shares)
+            while (taken := self.store.add(f"taken/{owner}", 1)) < len(self.shares[owner]):
+                yield self.shares[owner][taken]
+
+
+@dataclass(frozen=True)
+class _Task:
+    """What the controller asks all engines for."""
+
+    prompts: list[Prompt]
+    samples: int
+    held_out: bool
+    temperature: float
+    number: int  # of this rollout, in this process group
 
 
 class RolloutWorker(Worker):
     """Samples with whatever weights its engine holds. `version` is theirs; the ShardingManager sets it.
 
-    layout: as many parts as there are engines. progress: called on the controller with samples done, samples in all
-    and tokens done, whenever there is news.
+    grade: gives a trajectory its reward, on the engine's rank, as soon as it is sampled. progress: called on the
+    controller with samples done, samples in all and tokens done, whenever there is news. What was sampled last stands
+    in `trajectories` on the controller, and what there is to say of it in `metrics`.
     """
 
     def __init__(
@@ -138,97 +105,104 @@ class RolloutWorker(Worker):
         layout: InferenceLayout,
         stop: tuple[int, ...],
         seed: int,
+        grade: Callable[[Trajectory], Awaitable[None]] | None = None,
         progress: Callable[[int, int, int], None] | None = None,
     ) -> None:
         super().__init__(layout)
         self.config, self.engine, self.stop, self.seed = config, engine, stop, seed
-        self.progress = progress
+        self.grade, self.progress = grade, progress
+        self.store = make_store()
         self.version = -1
-        self.metrics: dict[str, float] = {}  # of the last rollout
+        self.rounds: dict[bool, tuple[int, int]] = {}  # held out or not: the last version sampled from, how often
+        self.trajectories: list[Trajectory] = []
+        self.metrics: dict[str, float] = {}
 
-    def generate(self, prompts: TensorDict | None, samples: int, temperature: float | None = None) -> TensorDict | None:
-        """`samples` responses to each prompt: the batch fields tokens to truncated, `samples` rows a prompt.
+    def generate(
+        self, prompts: Sequence[Prompt] | None, samples: int, temperature: float | None = None, held_out: bool = False
+    ) -> TensorDict | None:
+        """`samples` graded responses to each prompt, as a batch of P x samples rows, those of a prompt side by side.
 
-        prompts: on the controller a batch with tokens [P, *] int64, elsewhere None. temperature: another than the
-        configured one, as evaluations may want; 0 takes the most likely token. Returns B = P x samples rows, those of
-        a prompt side by side, on the controller and None elsewhere.
+        prompts: P of them on the controller, elsewhere None. temperature: another than the configured one, as
+        evaluations may want; 0 takes the most likely token. Returns the batch on the controller and None elsewhere.
         """
-        what = "RolloutWorker.generate"
-        store = dist.distributed_c10d._get_default_store()
+        task = None
         if prompts is not None:
-            number = torch.full((len(prompts),), store.add("rollouts", 1))
-            prompts = make_batch({"tokens": prompts["tokens"], "rollout": number})
-        prompts = self.group.share(prompts, ("tokens", "rollout"), what)
-        answers, begun = None, time.perf_counter()
+            heat = self.config.temperature if temperature is None else temperature
+            task = _Task(list(prompts), samples, held_out, heat, self.store.add("rollouts", 1))
+        task = self.group.share(task, "the prompts of RolloutWorker.generate")
+        version, rounds = self.rounds.get(held_out, (None, 0))
+        self.rounds[held_out] = self.version, rounds + 1 if version == self.version else 1
+        done, begun, waited = [], time.perf_counter(), 0.0
         if self.layout.tp_rank == 0:
-            # What the engines tell one another about this rollout, and no other.
-            store = dist.PrefixStore(f"rollout-{int(prompts['rollout'][0])}", store)
-            questions = [row.tolist() for row in prompts["tokens"].unbind()]
-            answers = self._generate(questions, samples, temperature, store)
-        self.metrics = self._waiting(time.perf_counter() - begun)
-        answers = self.group.gather(answers, what)
-        if answers is not None and len(answers) != len(prompts) * samples:
-            raise RuntimeError(f"{len(answers)} samples came back of {len(prompts)} prompts x {samples}.")
-        return answers
+            done = self.engine.run(self._roll_out(task))
+            waited = max(0.0, time.perf_counter() - self.sampled_at)
+        seconds = time.perf_counter() - begun
+        everyones = self.group.collect(done, "RolloutWorker.generate")
+        self.metrics = {"perf/rollout_bubble": self._bubble(seconds), "time/rewards": waited}
+        if everyones is None:
+            return None
+        self.trajectories = sorted(itertools.chain.from_iterable(everyones), key=lambda t: t.group)
+        if len(self.trajectories) != len(prompts) * samples:
+            raise RuntimeError(f"{len(self.trajectories)} samples came back of {len(prompts)} prompts x {samples}.")
+        return batch_of(self.trajectories)
 
-    def _waiting(self, seconds: float) -> dict[str, float]:
+    def _bubble(self, seconds: float) -> float:
         """The share of the rollout in which the mean engine had nothing left to do, given this one's `seconds`."""
         most = torch.tensor(seconds if self.layout.tp_rank == 0 else 0.0, dtype=torch.double)
         total = most.clone()
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
         dist.all_reduce(total)
-        return {"perf/rollout_bubble": 1 - float(total) / self.layout.dp_size / float(most)}
+        return 1 - float(total) / self.layout.dp_size / float(most)
 
-    def _generate(
-        self, prompts: list[list[int]], samples: int, temperature: float | None, store: dist.Store
-    ) -> TensorDict:
-        """What this engine answered, with the prompt of each row in the field `row`."""
-        sampling = Sampling(
-            temperature=self.config.temperature if temperature is None else temperature,
-            top_p=self.config.top_p,
-            top_k=self.config.top_k,
-            min_new_tokens=self.config.min_response_tokens,
-            max_new_tokens=self.config.max_response_tokens,
-            stop=self.stop,
-            # A function of what is sampled alone, so that a resumed run samples what the unbroken one did.
-            seed=hash((self.seed, self.version, self.layout.dp_rank, samples)) % 2**31,
-        )
-        parts = self.layout.dp_size
-        shares = balance([len(prompt) for prompt in prompts], parts)
-        if parts == 1 or self.engine.concurrent_samples is None:
-            mine = shares[self.layout.dp_rank]
-        else:
-            mine = Handout(shares, self.layout.dp_rank, store)
-        rows: list[tuple[int, list[int], Response]] = []
-        for index, responses in self.engine.generate(((i, prompts[i]) for i in mine), samples, sampling):
-            rows += [(index, prompts[index], response) for response in responses]
-            done = store.add("samples", samples)
-            tokens = store.add("tokens", sum(len(response.tokens) for response in responses))
-            if self.progress is not None:
-                self.progress(done, len(prompts) * samples, tokens)
-        rows.sort(key=lambda row: row[0])
-        return self._batch(rows)
+    async def _roll_out(self, task: _Task) -> list[Trajectory]:
+        """This engine's part of a rollout: groups, begun as there is room for their samples."""
+        store = dist.PrefixStore(f"rollout-{task.number}", self.store)  # of this rollout and no other
+        shares = balance([len(prompt.tokens) for prompt in task.prompts], self.layout.dp_size)
+        mine: Iterator[int] = iter(shares[self.layout.dp_rank])
+        limit = self.engine.concurrent_samples
+        if self.layout.dp_size > 1 and limit is not None:
+            mine = iter(WorkStealing(shares, self.layout.dp_rank, store))
+        room = asyncio.Semaphore(max(limit or len(task.prompts) * task.samples, task.samples))
+        groups: list[asyncio.Task] = []
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                while True:
+                    for _ in range(task.samples):
+                        await room.acquire()
+                    if (index := next(mine, None)) is None:
+                        break
+                    groups.append(tasks.create_task(self._sample_group(task, index, room, store)))
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        finally:
+            self.engine.abort()
+        return [trajectory for group in groups for trajectory in group.result()]
 
-    def _batch(self, rows: list[tuple[int, list[int], Response]]) -> TensorDict:
-        """The batch of rows of (index of the prompt, prompt, response)."""
-        # All rows' values at once, and not through lists: a tensor for each row takes a tenth of a second and more.
-        lengths = torch.tensor([[len(prompt), len(response.tokens)] for _, prompt, response in rows])
-        mask = torch.tensor([False, True]).repeat(len(rows)).repeat_interleave(lengths.view(-1))
-        tokens = chain.from_iterable(chain(prompt, response.tokens) for _, prompt, response in rows)
-        sampled = chain.from_iterable(response.logprobs for *_, response in rows)
-        logprobs = torch.zeros(len(mask))
-        logprobs[mask] = torch.from_numpy(np.fromiter(sampled, np.float32))
-        offsets = torch.nn.functional.pad(lengths.sum(1).cumsum(0), (1, 0))
-        values = {
-            "tokens": torch.from_numpy(np.fromiter(tokens, np.int64)),
-            "response_mask": mask,
-            "rollout_logprobs": logprobs,
-        }
-        return make_batch(
-            {
-                **{name: torch.nested.nested_tensor_from_jagged(value, offsets) for name, value in values.items()},
-                "truncated": torch.tensor([response.truncated for *_, response in rows]),
-                "version": torch.full((len(rows),), self.version),
-                "row": torch.tensor([index for index, *_ in rows]),
-            }
-        )
+    async def _sample_group(
+        self, task: _Task, index: int, room: asyncio.Semaphore, store: dist.Store
+    ) -> list[Trajectory]:
+        """All samples of prompt `index`, graded."""
+        group = await asyncio.gather(*(self._sample(task, index, sample, room) for sample in range(task.samples)))
+        done = store.add("samples", len(group))
+        tokens = store.add("tokens", sum(int(trajectory.mask.sum()) for trajectory in group))
+        if self.progress is not None:
+            self.progress(done, len(task.prompts) * task.samples, tokens)
+        return group
+
+    async def _sample(self, task: _Task, index: int, sample: int, room: asyncio.Semaphore) -> Trajectory:
+        prompt = task.prompts[index]
+        trajectory = Trajectory(prompt.tokens, index, task.held_out, prompt.row, prompt.text)
+        # A function of what is sampled alone, so that a resumed run samples what the unbroken one did.
+        _, rounds = self.rounds[task.held_out]
+        seed = hash((self.seed, self.version, task.held_out, rounds, index, sample)) % 2**31
+        limits = self.config.top_p, self.config.top_k, self.config.max_response_tokens
+        try:
+            response = await self.engine.sample(prompt.tokens, Sampling(task.temperature, *limits, self.stop, seed))
+        finally:
+            room.release()
+        self.sampled_at = time.perf_counter()
+        trajectory.add_sampled(response.tokens, response.logprobs, self.version)
+        trajectory.finish_reason = response.finish_reason
+        if self.grade is not None:
+            await self.grade(trajectory)
+        return trajectory

@@ -8,7 +8,7 @@ batch) of equal rewards is worth 0.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -50,6 +50,14 @@ def normalised(values):
     return [(value - middle) / spread for value in values]
 
 
+def compared(samples, values_of=normalised):
+    """(sample, its advantage, 1 / (size of its group x number of groups)), group by group."""
+    groups = by_prompt(samples)
+    for group in groups:
+        advantages = values_of([sample.reward for sample in group])
+        yield from ((*pair, 1 / len(group) / len(groups)) for pair in zip(group, advantages, strict=True))
+
+
 def clip(ratio, low, high):
     if ratio < low:
         return torch.tensor(low, dtype=torch.float64)
@@ -58,8 +66,10 @@ def clip(ratio, low, high):
     return ratio
 
 
-def smaller(first, second):
-    return first if first <= second else second
+def surrogate(ratio, advantage, low=0.2, high=0.2):
+    """min(r A, clip(r, 1 - low, 1 + high) A)"""
+    free, clipped = ratio * advantage, clip(ratio, 1 - low, 1 + high) * advantage
+    return free if free <= clipped else clipped
 
 
 def ratio_at(sample, t):
@@ -75,38 +85,27 @@ def k3_at(sample, t):
 # the presets
 
 
-def grpo(samples, beta=0.0, epsilon=0.2):
+def grpo(samples, beta=0.0):
     """DeepSeekMath, arXiv:2402.03300, equations 3 and 4."""
-    groups = by_prompt(samples)
     objective = 0.0
-    for group in groups:
-        advantages = normalised([sample.reward for sample in group])
-        for sample, advantage in zip(group, advantages, strict=True):
-            of_response = 0.0
-            for t in range(len(sample.logprobs)):
-                ratio = ratio_at(sample, t)
-                surrogate = smaller(ratio * advantage, clip(ratio, 1 - epsilon, 1 + epsilon) * advantage)
-                of_response = of_response + surrogate - beta * k3_at(sample, t)
-            objective = objective + of_response / len(sample.logprobs) / len(group)
-    return -objective / len(groups)
+    for sample, advantage, share in compared(samples):
+        for t in range(len(sample.logprobs)):
+            gain = surrogate(ratio_at(sample, t), advantage) - beta * k3_at(sample, t)
+            objective = objective + share * gain / len(sample.logprobs)
+    return -objective
 
 
-def dr_grpo(samples, constant, beta=0.0, epsilon=0.2):
+def dr_grpo(samples, constant, beta=0.0):
     """Understanding R1-Zero-Like Training, arXiv:2503.20783, section 3.2.
 
     GRPO's equation without 1 / |o_i| and without the deviation; its Listing 1 divides by a constant instead.
     """
-    groups = by_prompt(samples)
     objective = 0.0
-    for group in groups:
-        middle = mean([sample.reward for sample in group])
-        for sample in group:
-            advantage = sample.reward - middle
-            for t in range(len(sample.logprobs)):
-                ratio = ratio_at(sample, t)
-                surrogate = smaller(ratio * advantage, clip(ratio, 1 - epsilon, 1 + epsilon) * advantage)
-                objective = objective + (surrogate - beta * k3_at(sample, t)) / constant / len(group)
-    return -objective / len(groups)
+    for sample, advantage, share in compared(samples, lambda rewards: [r - mean(rewards) for r in rewards]):
+        for t in range(len(sample.logprobs)):
+            gain = surrogate(ratio_at(sample, t), advantage) - beta * k3_at(sample, t)
+            objective = objective + share * gain / constant
+    return -objective
 
 
 def dapo(samples, longest, buffer, beta=0.0, epsilon_low=0.2, epsilon_high=0.28):
@@ -115,25 +114,22 @@ def dapo(samples, longest, buffer, beta=0.0, epsilon_low=0.2, epsilon_high=0.28)
     The sum of lengths below is that of the whole batch, as in its code; written for one prompt, the formula leaves it
     open. The paper has no KL term: what `beta` adds is GRPO's, aggregated as the rest.
     """
+    punished = []
+    for sample in samples:
+        length = len(sample.logprobs)
+        if length <= longest - buffer:
+            punishment = 0.0
+        elif length <= longest:
+            punishment = ((longest - buffer) - length) / buffer
+        else:
+            punishment = -1.0
+        punished.append(replace(sample, reward=sample.reward + punishment))
     tokens = sum(len(sample.logprobs) for sample in samples)
     objective = 0.0
-    for group in by_prompt(samples):
-        rewards = []
-        for sample in group:
-            length = len(sample.logprobs)
-            if length <= longest - buffer:
-                punishment = 0.0
-            elif length <= longest:
-                punishment = ((longest - buffer) - length) / buffer
-            else:
-                punishment = -1.0
-            rewards.append(sample.reward + punishment)
-        for sample, advantage in zip(group, normalised(rewards), strict=True):
-            for t in range(len(sample.logprobs)):
-                ratio = ratio_at(sample, t)
-                clipped = clip(ratio, 1 - epsilon_low, 1 + epsilon_high)
-                surrogate = smaller(ratio * advantage, clipped * advantage)
-                objective = objective + (surrogate - beta * k3_at(sample, t)) / tokens
+    for sample, advantage, _ in compared(punished):
+        for t in range(len(sample.logprobs)):
+            gain = surrogate(ratio_at(sample, t), advantage, epsilon_low, epsilon_high)
+            objective = objective + (gain - beta * k3_at(sample, t)) / tokens
     return -objective
 
 
@@ -142,20 +138,15 @@ def gspo(samples, beta=0.0, epsilon_low=3e-4, epsilon_high=4e-4):
 
     The paper leaves its KL term out of the formula: here it is GRPO's.
     """
-    groups = by_prompt(samples)
     objective = 0.0
-    for group in groups:
-        advantages = normalised([sample.reward for sample in group])
-        for sample, advantage in zip(group, advantages, strict=True):
-            length = len(sample.logprobs)
-            gap, divergence = 0.0, 0.0
-            for t in range(length):
-                gap = gap + sample.logprobs[t] - sample.old[t]
-                divergence = divergence + k3_at(sample, t)
-            s = torch.exp(gap / length)
-            surrogate = smaller(s * advantage, clip(s, 1 - epsilon_low, 1 + epsilon_high) * advantage)
-            objective = objective + (surrogate - beta * divergence / length) / len(group)
-    return -objective / len(groups)
+    for sample, advantage, share in compared(samples):
+        length, gap, divergence = len(sample.logprobs), 0.0, 0.0
+        for t in range(length):
+            gap = gap + sample.logprobs[t] - sample.old[t]
+            divergence = divergence + k3_at(sample, t)
+        gain = surrogate(torch.exp(gap / length), advantage, epsilon_low, epsilon_high)
+        objective = objective + share * (gain - beta * divergence / length)
+    return -objective
 
 
 def cispo(samples, beta=0.0, epsilon_low=1.0, epsilon_high=4.0):
@@ -165,13 +156,11 @@ def cispo(samples, beta=0.0, epsilon_low=1.0, epsilon_high=4.0):
     """
     tokens = sum(len(sample.logprobs) for sample in samples)
     objective = 0.0
-    for group in by_prompt(samples):
-        advantages = normalised([sample.reward for sample in group])
-        for sample, advantage in zip(group, advantages, strict=True):
-            for t in range(len(sample.logprobs)):
-                weight = clip(ratio_at(sample, t), 1 - epsilon_low, 1 + epsilon_high).item()
-                surrogate = weight * advantage * sample.logprobs[t]
-                objective = objective + (surrogate - beta * k3_at(sample, t)) / tokens
+    for sample, advantage, _ in compared(samples):
+        for t in range(len(sample.logprobs)):
+            weight = clip(ratio_at(sample, t), 1 - epsilon_low, 1 + epsilon_high).item()
+            gain = weight * advantage * sample.logprobs[t]
+            objective = objective + (gain - beta * k3_at(sample, t)) / tokens
     return -objective
 
 
@@ -180,36 +169,34 @@ def _less_log_ratios(sample, beta, first=0):
     return sample.reward - beta * math.fsum(sample.old[t] - sample.ref[t] for t in range(first, len(sample.old)))
 
 
+def _against_the_others(samples, beta):
+    """(sample, its return less the mean of those of its group's others, 1 / (size of its group x groups))."""
+    returned = [replace(sample, reward=_less_log_ratios(sample, beta)) for sample in samples]
+    return compared(returned, lambda values: [v - mean(values[:i] + values[i + 1 :]) for i, v in enumerate(values)])
+
+
 def rloo(samples, beta=0.0):
     """Back to Basics, arXiv:2402.14740, equation 8, with the reward of equation 3.
 
     The formula is a gradient on-policy (`rloo_gradient`). Off-policy each token's is weighted with its ratio, which is
     the gradient of the ratio itself.
     """
-    groups = by_prompt(samples)
     objective = 0.0
-    for group in groups:
-        returns = [_less_log_ratios(sample, beta) for sample in group]
-        for i, sample in enumerate(group):
-            others = [value for j, value in enumerate(returns) if j != i]
-            for t in range(len(sample.logprobs)):
-                objective = objective + ratio_at(sample, t) * (returns[i] - mean(others)) / len(group)
-    return -objective / len(groups)
+    for sample, advantage, share in _against_the_others(samples, beta):
+        for t in range(len(sample.logprobs)):
+            objective = objective + share * ratio_at(sample, t) * advantage
+    return -objective
 
 
 def rloo_gradient(samples, beta=0.0):
     """What has the gradient of equation 8 of arXiv:2402.14740, to the letter; on-policy only."""
-    groups = by_prompt(samples)
     objective = 0.0
-    for group in groups:
-        returns = [_less_log_ratios(sample, beta) for sample in group]
-        for i, sample in enumerate(group):
-            baseline = math.fsum(returns[j] for j in range(len(group)) if j != i) / (len(group) - 1)
-            objective = objective + (returns[i] - baseline) * sample.logprobs.sum() / len(group)
-    return -objective / len(groups)
+    for sample, advantage, share in _against_the_others(samples, beta):
+        objective = objective + share * advantage * sample.logprobs.sum()
+    return -objective
 
 
-def reinforce_plus_plus(samples, beta=0.0, epsilon=0.2):
+def reinforce_plus_plus(samples, beta=0.0):
     """REINFORCE++, arXiv:2501.03262, equations 8 to 10 in PPO's objective."""
     returns = [[_less_log_ratios(sample, beta, t) for t in range(len(sample.old))] for sample in samples]
     flat = [value for row in returns for value in row]
@@ -219,9 +206,8 @@ def reinforce_plus_plus(samples, beta=0.0, epsilon=0.2):
     objective = 0.0
     for sample, row in zip(samples, returns, strict=True):
         for t in range(len(sample.logprobs)):
-            advantage, ratio = (row[t] - middle) / spread, ratio_at(sample, t)
-            surrogate = smaller(ratio * advantage, clip(ratio, 1 - epsilon, 1 + epsilon) * advantage)
-            objective = objective + surrogate / len(row) / len(samples)
+            gain = surrogate(ratio_at(sample, t), (row[t] - middle) / spread)
+            objective = objective + gain / len(row) / len(samples)
     return -objective
 
 
@@ -249,20 +235,16 @@ def reinforce_gradient(samples, beta=0.0):
 # the choices that are no preset's
 
 
-def dual_clip(samples, c, epsilon=0.2):
+def dual_clip(samples, c):
     """GRPO with Dual-clip PPO, arXiv:1912.09729, equation 5: max(min(r A, clip(r) A), c A) where A < 0."""
-    groups = by_prompt(samples)
     objective = 0.0
-    for group in groups:
-        advantages = normalised([sample.reward for sample in group])
-        for sample, advantage in zip(group, advantages, strict=True):
-            for t in range(len(sample.logprobs)):
-                ratio = ratio_at(sample, t)
-                surrogate = smaller(ratio * advantage, clip(ratio, 1 - epsilon, 1 + epsilon) * advantage)
-                if advantage < 0 and surrogate < c * advantage:
-                    surrogate = torch.tensor(c * advantage, dtype=torch.float64)
-                objective = objective + surrogate / len(sample.logprobs) / len(group)
-    return -objective / len(groups)
+    for sample, advantage, share in compared(samples):
+        for t in range(len(sample.logprobs)):
+            gain = surrogate(ratio_at(sample, t), advantage)
+            if advantage < 0 and gain < c * advantage:
+                gain = torch.tensor(c * advantage, dtype=torch.float64)
+            objective = objective + share * gain / len(sample.logprobs)
+    return -objective
 
 
 def estimate(estimator, gap):
@@ -276,60 +258,46 @@ def estimate(estimator, gap):
 
 def kl_term(samples, estimator, with_ratio):
     """What beta multiplies in GRPO's loss, with another estimator; `with_ratio` as arXiv:2512.02556 has it."""
-    groups = by_prompt(samples)
     total = 0.0
-    for group in groups:
-        for sample in group:
-            for t in range(len(sample.logprobs)):
-                kl = estimate(estimator, sample.logprobs[t] - sample.ref[t])
-                kl = ratio_at(sample, t) * kl if with_ratio else kl
-                total = total + kl / len(sample.logprobs) / len(group)
-    return total / len(groups)
+    for sample, _, share in compared(samples):
+        for t in range(len(sample.logprobs)):
+            kl = estimate(estimator, sample.logprobs[t] - sample.ref[t])
+            total = total + share * (ratio_at(sample, t) * kl if with_ratio else kl) / len(sample.logprobs)
+    return total
 
 
 def entropy_term(samples):
     """The mean over responses of the mean entropy of their tokens."""
-    total = 0.0
-    for sample in samples:
-        for t in range(len(sample.entropy)):
-            total = total + sample.entropy[t] / len(sample.entropy) / len(samples)
-    return total
+    return sum(entropy / len(sample.entropy) / len(samples) for sample in samples for entropy in sample.entropy)
 
 
-def corrected(samples, bounded, level, epsilon=0.2):
+def corrected(samples, bounded, level):
     """GRPO, each token's term weighted with `bounded` of trainer / rollout probability.
 
     https://fengyao.notion.site/off-policy-rl has min(w, C); arXiv:2510.18855 has 0 outside [low, high]; the weight of
     a sequence is the product of its tokens'.
     """
-    groups = by_prompt(samples)
     objective = 0.0
-    for group in groups:
-        advantages = normalised([sample.reward for sample in group])
-        for sample, advantage in zip(group, advantages, strict=True):
-            gaps = [sample.old[t] - sample.rollout[t] for t in range(len(sample.old))]
-            for t in range(len(sample.logprobs)):
-                weight = bounded(math.exp(gaps[t] if level == "token" else math.fsum(gaps)))
-                ratio = ratio_at(sample, t)
-                surrogate = smaller(ratio * advantage, clip(ratio, 1 - epsilon, 1 + epsilon) * advantage)
-                objective = objective + weight * surrogate / len(sample.logprobs) / len(group)
-    return -objective / len(groups)
+    for sample, advantage, share in compared(samples):
+        gaps = [sample.old[t] - sample.rollout[t] for t in range(len(sample.old))]
+        for t in range(len(sample.logprobs)):
+            weight = bounded(math.exp(gaps[t] if level == "token" else math.fsum(gaps)))
+            objective = objective + share * weight * surrogate(ratio_at(sample, t), advantage) / len(sample.logprobs)
+    return -objective
 
 
-def masked(samples, truncated, no_signal, aggregate, constant, epsilon=0.2):
+def masked(samples, truncated, no_signal, aggregate, constant):
     """GRPO over the responses that are not masked, as if the others had only served for comparison.
 
     `truncated` is the overlong filtering of arXiv:2503.14476, section 3.4. The aggregates are those of GRPO, DAPO,
     RLOO and Dr. GRPO over what is left.
     """
-    left = []
-    for group in by_prompt(samples):
-        rewards = [sample.reward for sample in group]
-        if no_signal and max(rewards) == min(rewards):
-            continue
-        for sample, advantage in zip(group, normalised(rewards), strict=True):
-            if not (truncated and sample.truncated):
-                left.append((sample, advantage))
+    silent = [group[0].prompt for group in by_prompt(samples) if len({sample.reward for sample in group}) == 1]
+    left = [
+        (sample, advantage)
+        for sample, advantage, _ in compared(samples)
+        if not (no_signal and sample.prompt in silent) and not (truncated and sample.truncated)
+    ]
     tokens = sum(len(sample.logprobs) for sample, _ in left)
     objective = 0.0
     for sample, advantage in left:
@@ -340,44 +308,36 @@ def masked(samples, truncated, no_signal, aggregate, constant, epsilon=0.2):
             "constant": len(left) * constant,
         }[aggregate]
         for t in range(len(sample.logprobs)):
-            ratio = ratio_at(sample, t)
-            clipped = clip(ratio, 1 - epsilon, 1 + epsilon)
-            objective = objective + smaller(ratio * advantage, clipped * advantage) / below
+            objective = objective + surrogate(ratio_at(sample, t), advantage) / below
     return -objective
 
 
 def advantages(samples, baseline, scale, beta=0.0, estimator="k1"):
     """Each sample's list of its tokens' advantages, by the two choices; a KL term of weight beta is in the reward."""
 
-    def taken(sample, first):
+    def to_go(sample, first):
         gaps = [sample.old[t] - sample.ref[t] for t in range(first, len(sample.old))]
-        return beta * math.fsum(estimate(estimator, gap) for gap in gaps)
+        return sample.reward - beta * math.fsum(estimate(estimator, gap) for gap in gaps)
 
-    whole = [sample.reward - taken(sample, 0) for sample in samples]
-    rows = [[sample.reward - taken(sample, t) for t in range(len(sample.old))] for sample in samples]
+    rows = [[to_go(sample, t) for t in range(len(sample.old))] for sample in samples]
     everywhere = mean([value for row in rows for value in row])
-    worth, groups = [], []
-    for i, sample in enumerate(samples):
-        mine = [whole[j] for j in range(len(samples)) if samples[j].prompt == sample.prompt]
-        others = [whole[j] for j in range(len(samples)) if samples[j].prompt == sample.prompt and j != i]
+    found, groups = [], []
+    for sample, row in zip(samples, rows, strict=True):
+        mine = [to_go(other, 0) for other in samples if other.prompt == sample.prompt]
+        others = [to_go(other, 0) for other in samples if other.prompt == sample.prompt and other is not sample]
         groups.append(mine)
-        row = []
-        for value in rows[i]:
-            if baseline == "group_mean":
-                row.append(whole[i] - mean(mine))
-            elif baseline == "leave_one_out":
-                row.append(whole[i] - mean(others) if others else 0.0)
-            elif baseline == "batch_mean":
-                row.append(value - everywhere)
-            else:
-                row.append(value)
-        worth.append(row)
+        if baseline == "group_mean":
+            found.append([row[0] - mean(mine) for _ in row])
+        elif baseline == "leave_one_out":
+            found.append([row[0] - mean(others) if others else 0.0 for _ in row])
+        else:
+            found.append([value - everywhere if baseline == "batch_mean" else value for value in row])
     if scale == "none":
-        return worth
+        return found
     if scale == "batch_std":
-        spread = deviation([value for row in worth for value in row])
-        return [[value / spread for value in row] for row in worth]
+        spread = deviation([value for row in found for value in row])
+        return [[value / spread for value in row] for row in found]
     return [
         [value / deviation(mine) if max(mine) > min(mine) else 0.0 for value in row]
-        for row, mine in zip(worth, groups, strict=True)
+        for row, mine in zip(found, groups, strict=True)
     ]

@@ -1,4 +1,4 @@
-"""Advantages, weights and the overlong penalty by hand, and what a batch may look like."""
+"""Advantages, loss weights and the overlong penalty by hand, and what a batch may look like."""
 
 import math
 
@@ -150,7 +150,7 @@ LENGTHS = [2, 0, 1, 3]
 def test_what_a_token_weighs(choices, of_rows):
     truncated = torch.tensor([False, False, False, True])
     batch = batch_of([1.0, 1.0, 4.0, -1.0], [7, 7, 2, 2], MASKS, truncated=truncated)
-    rows = weigh_tokens(batch, AlgorithmConfig(**choices))["weights"].unbind()
+    rows = weigh_tokens(batch, AlgorithmConfig(**choices))["loss_weights"].unbind()
     for row, mask, weight in zip(rows, MASKS, of_rows, strict=True):
         assert row.dtype == torch.float32
         assert row.tolist() == pytest.approx([weight if sampled else 0.0 for sampled in mask])
@@ -161,7 +161,7 @@ def test_what_a_token_weighs(choices, of_rows):
 def test_where_all_is_masked_nothing_weighs_and_nothing_is_nan(name, aggregate):
     batch = batch_of([1.0] * 4, [7, 7, 2, 2], MASKS, truncated=torch.ones(4, dtype=torch.bool))
     config = AlgorithmConfig(aggregate=aggregate, constant_length=5, **{name: True})
-    assert weigh_tokens(batch, config)["weights"].values().tolist() == [0.0] * 11
+    assert weigh_tokens(batch, config)["loss_weights"].values().tolist() == [0.0] * 11
 
 
 def test_the_overlong_penalty_falls_over_the_last_share():

@@ -4,9 +4,11 @@ import pytest
 import torch
 
 from grpo.advantages import compute_advantages, weigh_tokens
-from grpo.algorithm import PRESETS, AlgorithmConfig
+from grpo.algorithm import AlgorithmConfig
 from grpo.batch import jagged, make_batch
-from grpo.losses import ESTIMATORS, policy_loss
+from grpo.choices import k1, k2, k3
+from grpo.losses import policy_loss
+from grpo.presets import PRESETS
 
 GROUPED = [name for name, preset in PRESETS.items() if preset.choices.get("baseline") in (None, "leave_one_out")]
 
@@ -25,19 +27,18 @@ def advantages_of(batch, **settings):
     return compute_advantages(batch, AlgorithmConfig(**settings))["advantages"]
 
 
-@pytest.mark.parametrize("updates", [1, 2])
+@pytest.mark.parametrize("off_policy", [False, True])
 @pytest.mark.parametrize("reward", [0.0, 1.0, 0.1, 1 / 3, -0.7, 1e8])
 @pytest.mark.parametrize("preset", GROUPED)
-def test_equal_rewards_teach_exactly_nothing(preset, reward, updates):
-    config = AlgorithmConfig.of(preset, minibatches_per_step=updates, constant_length=4)
-    batch = weigh_tokens(
-        compute_advantages(batch_of([reward] * 7, [3, 1, 3, 1, 1, 3, 1], [1, 2, 3, 4, 1, 2, 3]), config), config
-    )
+def test_equal_rewards_teach_exactly_nothing(preset, reward, off_policy):
+    config, lengths = AlgorithmConfig.of(preset, constant_length=4), [1, 2, 3, 4, 1, 2, 3]
+    batch = weigh_tokens(compute_advantages(batch_of([reward] * 7, [3, 1, 3, 1, 1, 3, 1], lengths), config), config)
     picked = batch["response_mask"].values()
-    fields = {name: batch[name].values()[picked] for name in ("advantages", "weights")}
-    fields["owner"] = torch.arange(7).repeat_interleave(torch.tensor([1, 2, 3, 4, 1, 2, 3]))
+    fields = {name: batch[name].values()[picked] for name in ("advantages", "loss_weights")}
+    fields["seq_id"] = torch.arange(7).repeat_interleave(torch.tensor(lengths))
     logprobs = torch.linspace(-2, -0.1, 16).requires_grad_()
-    fields["old_logprobs"] = logprobs.detach().flip(0)
+    if off_policy:
+        fields["old_logprobs"] = logprobs.detach().flip(0)
     loss, _ = policy_loss(logprobs, torch.zeros(16), fields, config)
     loss.backward()
     assert loss == 0
@@ -82,7 +83,7 @@ def test_batch_statistics_are_of_tokens_not_of_samples():
 
 @pytest.mark.parametrize("scale", ["batch_std", "none"])
 def test_one_response_of_one_token_is_worth_nothing_against_its_own_mean(scale):
-    rows = advantages_of(batch_of([3.0], [0], [1]), samples_per_prompt=1, baseline="batch_mean", scale=scale)
+    rows = advantages_of(batch_of([3.0], [0], [1]), baseline="batch_mean", scale=scale)
     assert rows.values().tolist() == [0.0, 0.0]
 
 
@@ -115,23 +116,21 @@ def expected_gradient(estimator, kl_ratio, old=None):
     sampled = logprobs.detach() if old is None else old
     fields = {
         "advantages": torch.zeros(SIZE, dtype=torch.float64),
-        "weights": sampled.exp(),
-        "owner": torch.arange(SIZE),
+        "loss_weights": sampled.exp(),
+        "seq_id": torch.arange(SIZE),
         "ref_logprobs": ref,
     } | ({} if old is None else {"old_logprobs": old})
-    config = AlgorithmConfig(
-        kl_coefficient=1.0, kl_estimator=estimator, kl_ratio=kl_ratio, minibatches_per_step=1 if old is None else 2
-    )
+    config = AlgorithmConfig(kl_coefficient=1.0, kl_estimator=estimator, kl_ratio=kl_ratio)
     loss, _ = policy_loss(logprobs, torch.zeros(SIZE), fields, config)
     return gradient(loss, logits), logits, logits.log_softmax(0), ref
 
 
-@pytest.mark.parametrize("name", ["k1", "k3"])
+@pytest.mark.parametrize("estimator", [k1, k3])
 @pytest.mark.parametrize("distance", [0.01, 1.0, 3.0])
-def test_k1_and_k3_are_unbiased(name, distance):
+def test_k1_and_k3_are_unbiased(estimator, distance):
     logits, ref = policies(distance)
     logprobs = logits.detach().log_softmax(0)
-    estimate = (logprobs.exp() * ESTIMATORS[name](logprobs - ref)).sum()
+    estimate = (logprobs.exp() * estimator(logprobs - ref)).sum()
     assert float(estimate) == pytest.approx(float(divergence(logprobs, ref)), rel=1e-9)
 
 
@@ -139,7 +138,7 @@ def test_k2_is_near_for_near_policies():
     for distance, relative in ((0.01, 0.02), (0.1, 0.2)):
         logits, ref = policies(distance)
         logprobs = logits.detach().log_softmax(0)
-        estimate = float((logprobs.exp() * ESTIMATORS["k2"](logprobs - ref)).sum())
+        estimate = float((logprobs.exp() * k2(logprobs - ref)).sum())
         exact = float(divergence(logprobs, ref))
         assert estimate == pytest.approx(exact, rel=relative)
         assert estimate != pytest.approx(exact, rel=relative / 1000)
@@ -147,9 +146,9 @@ def test_k2_is_near_for_near_policies():
 
 def test_k2_and_k3_are_never_negative_and_k1_is():
     gaps = torch.linspace(-3, 3, 61, dtype=torch.float64)
-    assert (ESTIMATORS["k2"](gaps) >= 0).all()
-    assert (ESTIMATORS["k3"](gaps) >= 0).all()
-    assert (ESTIMATORS["k1"](gaps) < 0).any()
+    assert (k2(gaps) >= 0).all()
+    assert (k3(gaps) >= 0).all()
+    assert (k1(gaps) < 0).any()
 
 
 def test_k1s_own_gradient_is_zero():

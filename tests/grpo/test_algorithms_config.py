@@ -6,13 +6,26 @@ import re
 
 import pytest
 
-from grpo.algorithm import CHOICES, PRESETS, AlgorithmConfig
+from grpo.algorithm import PRESET_SETTINGS, AlgorithmConfig, BatchConfig
+from grpo.choices import CHOICES, apply, choice
 from grpo.config import ConfigError, load, to_yaml
+from grpo.presets import PRESETS
 from trainer.config import TrainConfig
 
 
 def algorithm(*overrides, path=None):
     return load(TrainConfig, path, [f"algorithm.{override}" for override in overrides]).algorithm
+
+
+def refusal_of(config, samples=8):
+    with pytest.raises(ConfigError) as error:
+        check(config, samples)
+    return str(error.value)
+
+
+def check(config, samples=8):
+    config.check()
+    config.check_group_size(samples)
 
 
 def refusal(*overrides, path=None):
@@ -25,11 +38,12 @@ def refusal(*overrides, path=None):
 # what cannot work
 
 NOT_GROUPED = {"baseline": "batch_mean", "scale": "none"}
+ALONE = {"samples_per_prompt": 1}
 CONTRADICTIONS = [
-    ("baseline", "samples_per_prompt", {"samples_per_prompt": 1}),
-    ("baseline", "samples_per_prompt", {"samples_per_prompt": 1, "baseline": "leave_one_out", "scale": "none"}),
-    ("mask_no_signal", "samples_per_prompt", {"samples_per_prompt": 1, "mask_no_signal": True} | NOT_GROUPED),
-    ("resample_rounds", "samples_per_prompt", {"samples_per_prompt": 1, "resample_rounds": 3} | NOT_GROUPED),
+    ("baseline", "samples_per_prompt", ALONE),
+    ("baseline", "samples_per_prompt", ALONE | {"baseline": "leave_one_out", "scale": "none"}),
+    ("mask_no_signal", "samples_per_prompt", ALONE | {"mask_no_signal": True} | NOT_GROUPED),
+    ("resample_rounds", "samples_per_prompt", ALONE | {"resample_rounds": 3} | NOT_GROUPED),
     ("scale", "baseline", {"baseline": "batch_mean"}),
     ("scale", "baseline", {"baseline": "none"}),
     ("ratio", "aggregate", {"ratio": "sequence", "aggregate": "token_mean"}),
@@ -53,18 +67,18 @@ CONTRADICTIONS = [
 
 @pytest.mark.parametrize(("first", "second", "chosen"), CONTRADICTIONS)
 def test_a_contradiction_names_both_settings(first, second, chosen):
-    config = AlgorithmConfig.of(**({"preset": "grpo"} | chosen))
-    with pytest.raises(ConfigError) as error:
-        config.check()
-    named = re.findall(r"algorithm\.(\w+)=(\S+)", str(error.value))
-    assert named == [(name, str(getattr(config, name))) for name in (first, second)]
-    assert "\n" not in str(error.value)
+    config = AlgorithmConfig.of(**{"preset": "grpo"} | {k: v for k, v in chosen.items() if k not in ALONE})
+    says = refusal_of(config, chosen.get("samples_per_prompt", 8))
+    named = re.findall(r"(\w+\.\w+)=(\S+)", says)
+    values = [(f"algorithm.{name}", str(getattr(config, name))) for name in (first, second) if name not in ALONE]
+    assert named == values + ([("batch.samples_per_prompt", "1")] if second in ALONE else [])
+    assert "\n" not in says
 
 
 @pytest.mark.parametrize(
     "chosen",
     [
-        {"samples_per_prompt": 1} | NOT_GROUPED,
+        ALONE | NOT_GROUPED,
         {"samples_per_prompt": 2},
         {"dual_clip": 1.3},
         {"correction_low": 1.9},
@@ -74,17 +88,18 @@ def test_a_contradiction_names_both_settings(first, second, chosen):
     ],
 )
 def test_what_is_next_to_a_contradiction_works(chosen):
-    AlgorithmConfig(**chosen).check()
+    samples = chosen.get("samples_per_prompt", 8)
+    check(AlgorithmConfig(**{name: value for name, value in chosen.items() if name not in ALONE}), samples)
 
 
 @pytest.mark.parametrize(
     ("setting", "value", "says"),
     [
-        ("prompts_per_step", 0, "at least 1"),
-        ("samples_per_prompt", 0, "at least 1"),
-        ("minibatches_per_step", 0, "at least 1"),
-        ("epochs_per_step", 0, "at least 1"),
-        ("minibatches_per_step", 5, "use a divisor"),
+        ("batch.prompts_per_step", 0, "at least 1"),
+        ("batch.samples_per_prompt", 0, "at least 1"),
+        ("batch.minibatches_per_step", 0, "at least 1"),
+        ("batch.epochs_per_step", 0, "at least 1"),
+        ("batch.minibatches_per_step", 5, "use a divisor"),
         ("clip_low", -0.1, "must not be negative"),
         ("clip_low", 1.1, "must be at most 1"),
         ("clip_high", -0.1, "must not be negative"),
@@ -101,16 +116,17 @@ def test_what_is_next_to_a_contradiction_works(chosen):
     ],
 )
 def test_a_setting_that_cannot_work_is_refused_by_name(setting, value, says):
-    config = dataclasses.replace(AlgorithmConfig(), **{setting: value})
-    with pytest.raises(ConfigError, match=f"algorithm.{setting}={value!r}.*{says}"):
-        config.check()
+    name = setting.removeprefix("batch.")
+    kind, key = (AlgorithmConfig, f"algorithm.{name}") if name == setting else (BatchConfig, setting)
+    with pytest.raises(ConfigError, match=f"{key}={value!r}.*{says}"):
+        kind(**{name: value}).check()
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.1])
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_preset_works_as_it_is(preset, beta):
     AlgorithmConfig.of(preset, kl_coefficient=beta).check()
-    assert set(PRESETS[preset].choices) <= set(CHOICES)
+    assert set(PRESETS[preset].choices) <= set(PRESET_SETTINGS)
     algorithm(f"preset={preset}", f"kl_coefficient={beta}").check()
 
 
@@ -179,11 +195,9 @@ def test_the_last_preset_counts_and_leaves_nothing_of_the_one_before(yaml):
     assert dataclasses.replace(config, entropy_coefficient=0.0) == AlgorithmConfig.of("gspo")
 
 
-def test_the_sizes_of_a_step_are_no_change_of_the_algorithm():
-    config = algorithm("prompts_per_step=64", "samples_per_prompt=4", "minibatches_per_step=2", "epochs_per_step=3")
-    assert config.name() == "grpo"
-    assert algorithm("dual_clip=3", "kl_ratio=true").name() == "grpo but for dual_clip=3.0 (grpo: 0.0), " + (
-        "kl_ratio=True (grpo: False)"
+def test_the_name_says_what_was_changed():
+    assert algorithm("dual_clip=3", "kl_ratio=true").name() == (
+        "grpo but for dual_clip=3.0 (grpo: 0.0), kl_ratio=True (grpo: False)"
     )
 
 
@@ -208,10 +222,44 @@ def test_the_constant_length_is_that_of_the_longest_response_unless_said():
 # what follows from the choices
 
 
-def test_only_a_single_update_a_step_is_on_policy():
-    assert not AlgorithmConfig().needs_old_logprobs
-    assert AlgorithmConfig(minibatches_per_step=2).needs_old_logprobs
-    assert AlgorithmConfig(epochs_per_step=2).needs_old_logprobs
-    assert not AlgorithmConfig(kl_coefficient=0.1).needs_old_logprobs
-    assert AlgorithmConfig(kl_coefficient=0.1, kl_in="reward").needs_old_logprobs
-    assert not AlgorithmConfig.of("rloo").needs_old_logprobs  # without a KL term there is none in the reward
+@pytest.mark.parametrize(
+    ("chosen", "needed"),
+    [
+        ([], False),
+        (["batch.minibatches_per_step=2"], True),
+        (["batch.epochs_per_step=2"], True),
+        (["algorithm.kl_coefficient=0.1"], False),
+        (["algorithm.kl_coefficient=0.1", "algorithm.kl_in=reward"], True),
+        (["algorithm.preset=rloo"], False),  # without a KL term there is none in the reward
+    ],
+)
+def test_only_a_single_update_a_step_is_on_policy(chosen, needed):
+    assert load(TrainConfig, None, chosen).needs_old_logprobs is needed
+
+
+# the registry
+
+
+def test_every_choice_has_a_formula_and_uses_settings_that_there_are(monkeypatch):
+    fields = {field.name: field for field in dataclasses.fields(AlgorithmConfig)}
+    for setting, choices in CHOICES.items():
+        for name, found in choices.items():
+            assert (found.setting, found.name) == (setting, name)
+            assert found.formula
+            assert set(found.uses) <= set(fields)
+            assert re.search(rf"\b{name}\b", fields[setting].metadata["doc"])
+    assert CHOICES["clip"]["ppo"].uses == ["clip_low", "clip_high", "dual_clip"]
+
+
+def test_a_registered_choice_can_be_chosen_and_gets_the_settings_it_uses(monkeypatch):
+    monkeypatch.setitem(CHOICES, "scale", dict(CHOICES["scale"]))
+
+    @choice("scale", "own")
+    def own(returns, advantages, *, clip_low, kl_in):
+        """|A|"""
+        return returns, advantages, clip_low, kl_in
+
+    config = algorithm("scale=own", "clip_low=0.5")
+    config.check()
+    assert apply("scale", config, 1, 2) == (1, 2, 0.5, "loss")
+    assert refusal_of(AlgorithmConfig(scale="owned")).endswith("use one of group_std, batch_std, none, own.")

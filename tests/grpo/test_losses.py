@@ -4,10 +4,9 @@ import pytest
 import torch
 
 from grpo.algorithm import AlgorithmConfig
-from grpo.losses import imitation_loss, policy_loss
+from grpo.losses import policy_loss, sft_loss
 
 PLAIN = {"clip_low": 0.1, "clip_high": 0.3}
-TWICE = {"minibatches_per_step": 2}
 
 
 def problem(seed=0, count=60):
@@ -18,8 +17,8 @@ def problem(seed=0, count=60):
     advantages[::7] = 0
     fields = {
         "advantages": advantages,
-        "weights": torch.rand(count, generator=random),
-        "owner": torch.arange(count) // 10,
+        "loss_weights": torch.rand(count, generator=random),
+        "seq_id": torch.arange(count) // 10,
         "old_logprobs": logprobs + 0.3 * torch.randn(count, generator=random),
         "ref_logprobs": logprobs + 0.5 * torch.randn(count, generator=random),
     }
@@ -41,23 +40,23 @@ def test_each_side_is_clipped_at_its_own_bound(ratio, advantage, loss, gradient,
     logprob = torch.tensor([ratio]).log().requires_grad_()
     fields = {
         "advantages": torch.tensor([advantage]),
-        "weights": torch.ones(1),
-        "owner": torch.zeros(1, dtype=torch.int64),
+        "loss_weights": torch.ones(1),
+        "seq_id": torch.zeros(1, dtype=torch.int64),
         "old_logprobs": torch.zeros(1),
     }
-    total, sums = policy_loss(logprob, torch.zeros(1), fields, AlgorithmConfig(**PLAIN, **TWICE))
+    total, metrics = policy_loss(logprob, torch.zeros(1), fields, AlgorithmConfig(**PLAIN))
     total.backward()
     assert total.item() == pytest.approx(loss)
     assert logprob.grad.item() == pytest.approx(gradient)
-    assert (sums["clip/low"], sums["clip/high"]) == clips
+    assert (metrics["clip/low"].value, metrics["clip/high"].value) == clips
 
 
 @pytest.mark.parametrize("choice", ["ppo", "cispo"])
 def test_metrics_count_tokens_whatever_they_weigh(choice):
     logprobs, entropy, fields = problem()
-    config = AlgorithmConfig(clip=choice, kl_coefficient=0.7, entropy_coefficient=0.4, **PLAIN, **TWICE)
-    _, sums = policy_loss(logprobs, entropy, fields, config)
-    assert not any(value.requires_grad for value in sums.values())
+    config = AlgorithmConfig(clip=choice, kl_coefficient=0.7, entropy_coefficient=0.4, **PLAIN)
+    _, metrics = policy_loss(logprobs, entropy, fields, config)
+    assert not any(metric.value.requires_grad for metric in metrics.values())
     low, high, kl, ratios = 0, 0, 0.0, []
     for t, logprob in enumerate(logprobs.detach().double()):
         advantage = float(fields["advantages"][t])
@@ -69,7 +68,7 @@ def test_metrics_count_tokens_whatever_they_weigh(choice):
         kl += float(torch.tensor(gap).double().exp()) - gap - 1
     assert 0 < low < 60
     assert 0 < high < 60
-    assert {name: float(value) for name, value in sums.items()} == pytest.approx(
+    assert {name: float(metric.value) for name, metric in metrics.items()} == pytest.approx(
         {"clip/low": low, "clip/high": high, "kl": kl, "ratio/max": max(ratios), "entropy": float(entropy.sum())},
         rel=1e-5,
     )
@@ -79,11 +78,11 @@ def test_metrics_count_tokens_whatever_they_weigh(choice):
 def test_on_policy_the_gradient_is_minus_the_advantage(ratio):
     logprobs, entropy, fields = problem()
     del fields["old_logprobs"], fields["ref_logprobs"]
-    loss, sums = policy_loss(logprobs, entropy, fields, AlgorithmConfig(ratio=ratio, **PLAIN))
+    loss, metrics = policy_loss(logprobs, entropy, fields, AlgorithmConfig(ratio=ratio, **PLAIN))
     loss.backward()
-    torch.testing.assert_close(logprobs.grad, -fields["advantages"] * fields["weights"], rtol=1e-6, atol=0)
-    assert sums["ratio/max"] == 1
-    assert sums["clip/low"] == sums["clip/high"] == 0
+    torch.testing.assert_close(logprobs.grad, -fields["advantages"] * fields["loss_weights"], rtol=1e-6, atol=0)
+    assert metrics["ratio/max"].value == 1
+    assert metrics["clip/low"].value == metrics["clip/high"].value == 0
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
@@ -91,19 +90,20 @@ def test_at_the_reference_the_kl_term_is_zero(estimator):
     logprobs, entropy, fields = problem()
     fields |= {"advantages": torch.zeros(60), "ref_logprobs": logprobs.detach().clone()}
     config = AlgorithmConfig(kl_coefficient=0.7, kl_estimator=estimator)
-    loss, sums = policy_loss(logprobs, entropy, fields, config)
+    loss, metrics = policy_loss(logprobs, entropy, fields, config)
     loss.backward()
-    assert loss == sums["kl"] == 0
+    assert loss == metrics["kl"].value == 0
     if estimator != "k1":  # whose gradient vanishes only in the mean
         assert logprobs.grad.abs().max() == 0
 
 
 def test_a_kl_term_in_the_reward_is_none_in_the_loss():
     logprobs, entropy, fields = problem()
-    with_kl = AlgorithmConfig.of("rloo", kl_coefficient=0.7, **TWICE)
-    loss, sums = policy_loss(logprobs, entropy, fields, with_kl)
-    assert loss == policy_loss(logprobs, entropy, fields, AlgorithmConfig.of("rloo", **TWICE))[0]
-    assert float(sums["kl"]) == pytest.approx(float((logprobs.detach() - fields["ref_logprobs"]).sum()), rel=1e-5)
+    with_kl = AlgorithmConfig.of("rloo", kl_coefficient=0.7)
+    loss, metrics = policy_loss(logprobs, entropy, fields, with_kl)
+    assert loss == policy_loss(logprobs, entropy, fields, AlgorithmConfig.of("rloo"))[0]
+    expected = float((logprobs.detach() - fields["ref_logprobs"]).sum())
+    assert float(metrics["kl"].value) == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_small_kl_keeps_its_digits():
@@ -111,24 +111,24 @@ def test_a_small_kl_keeps_its_digits():
     logprobs, entropy, fields = problem()
     fields["ref_logprobs"] = logprobs.detach() + 1e-3
     gaps = fields["ref_logprobs"].double() - logprobs.detach().double()
-    _, sums = policy_loss(logprobs, entropy, fields, AlgorithmConfig(kl_coefficient=0.7))
-    assert sums["kl"].item() == pytest.approx((gaps.exp() - gaps - 1).sum().item(), rel=1e-3)
+    _, metrics = policy_loss(logprobs, entropy, fields, AlgorithmConfig(kl_coefficient=0.7))
+    assert metrics["kl"].value.item() == pytest.approx((gaps.exp() - gaps - 1).sum().item(), rel=1e-3)
 
 
 @pytest.mark.parametrize("choices", [{}, {"ratio": "sequence"}, {"correction": "mask", "correction_level": "sequence"}])
 def test_no_tokens_add_zero(choices):
     logprobs, entropy, fields = problem()
     fields = {name: field[:0] for name, field in fields.items()} | {"rollout_logprobs": torch.zeros(0)}
-    config = AlgorithmConfig(kl_coefficient=0.1, entropy_coefficient=0.1, **choices, **TWICE)
-    loss, sums = policy_loss(logprobs[:0], entropy[:0], fields, config)
+    config = AlgorithmConfig(kl_coefficient=0.1, entropy_coefficient=0.1, **choices)
+    loss, metrics = policy_loss(logprobs[:0], entropy[:0], fields, config)
     assert loss == 0
-    assert {float(value) for value in sums.values()} == {0.0}
+    assert {float(metric.value) for metric in metrics.values()} == {0.0}
 
 
-def test_imitation_is_the_weighted_negative_log_likelihood():
+def test_supervised_loss_is_the_weighted_negative_log_likelihood():
     logprobs, _, fields = problem()
-    loss = imitation_loss(logprobs, fields["weights"])
+    loss = sft_loss(logprobs, fields["loss_weights"])
     loss.backward()
-    expected = -sum(a * b for a, b in zip(logprobs.tolist(), fields["weights"].tolist(), strict=True))
+    expected = -sum(a * b for a, b in zip(logprobs.tolist(), fields["loss_weights"].tolist(), strict=True))
     assert loss.item() == pytest.approx(expected)
-    assert torch.equal(logprobs.grad, -fields["weights"])
+    assert torch.equal(logprobs.grad, -fields["loss_weights"])

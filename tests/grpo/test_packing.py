@@ -62,7 +62,7 @@ def test_balance_finds_the_even_split_of_simple_loads(costs, parts, load):
 
 @pytest.mark.parametrize(("count", "parts"), [(0, 1), (2, 3)])
 def test_balance_refuses_fewer_samples_than_parts(count, parts):
-    with pytest.raises(ValueError, match=f"{count} samples cannot be split into {parts} parts"):
+    with pytest.raises(ValueError, match=f"{count} samples cannot be split over {parts} ranks"):
         balance([1] * count, parts)
 
 

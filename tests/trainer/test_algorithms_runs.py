@@ -6,19 +6,20 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import workers.actor
-import workers.parallel.policy
-from grpo.algorithm import PRESETS
 from grpo.batch import jagged, make_batch
 from grpo.config import ConfigError
+from grpo.presets import PRESETS
+from grpo.resampling import join_rounds, keep_groups
 from tests.trainer.conftest import rows_of
 from trainer.algorithms import describe_algorithm, list_algorithms
-from trainer.trainer import join_rounds, keep_groups
 from workers.actor import ActorWorker
+from workers.parallel import attention_backend
 from workers.rollout import RolloutWorker
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -50,9 +51,9 @@ def graders(countdown, tmp_path_factory) -> str:
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_preset_learns_what_is_rewarded(preset, start, graders):
     weights = "rewards.weights={balance: 1.0, digits: 0.0, countdown: 0.0}"
-    settings = [f"algorithm.preset={preset}", "algorithm.minibatches_per_step=2", "algorithm.prompts_per_step=8"]
+    settings = [f"algorithm.preset={preset}", "batch.minibatches_per_step=2", "batch.prompts_per_step=8"]
     if preset == "reinforce":
-        settings.append("algorithm.samples_per_prompt=8")
+        settings.append("batch.samples_per_prompt=8")
     if preset == "gspo":  # whose clips stop an untrained model's steps at once
         settings += ["algorithm.clip_low=0.2", "algorithm.clip_high=0.2"]
     run = start("train", preset, "steps=10", "data.eval=null", graders, weights, *settings)
@@ -104,8 +105,8 @@ def test_groups_without_signal_are_replaced_within_the_bound(rounds, start, grad
         graders,
         "rewards.weights={even: 1.0, digits: 0.0, countdown: 0.0}",
         f"algorithm.resample_rounds={rounds}",
-        "algorithm.samples_per_prompt=6",
-        "algorithm.prompts_per_step=6",
+        "batch.samples_per_prompt=6",
+        "batch.prompts_per_step=6",
     )
     rows = rows_of(run)
     assert [len(batch) for batch in learned] == [36, 36]
@@ -129,15 +130,8 @@ def test_groups_without_signal_are_replaced_within_the_bound(rounds, start, grad
 
 def test_kept_groups_are_whole_and_those_with_signal_come_first():
     def batch(rewards, group):
-        count = len(rewards)
-        return make_batch(
-            {
-                "tokens": jagged([torch.full((2,), i) for i in range(count)]),
-                "rewards": torch.tensor(rewards),
-                "group": torch.tensor(group),
-            },
-            list(range(count)),
-        )
+        tokens = jagged([torch.full((2,), i) for i in range(len(rewards))])
+        return make_batch({"tokens": tokens, "rewards": torch.tensor(rewards), "group": torch.tensor(group)})
 
     joined = join_rounds([batch([1.0, 1.0, 0.0, 1.0], [0, 0, 1, 1]), batch([0.0, 0.0, 1.0, 0.0], [0, 0, 1, 1])])
     assert joined["group"].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
@@ -166,7 +160,7 @@ def test_every_metric_of_a_run_is_explained_and_every_name_explained_exists(star
         "algorithm.preset=dapo",
         "algorithm.kl_coefficient=0.1",
         "algorithm.correction=truncate",
-        "algorithm.minibatches_per_step=2",
+        "batch.minibatches_per_step=2",
         "actor.max_tokens_per_microbatch=64",
     ]
     found = set().union(*(row.keys() for row in rows_of(start("train", "run", *choices))))
@@ -208,6 +202,19 @@ def test_formulas_are_those_of_the_choices():
 # prove
 
 
+def run_prove(processes, *command):
+    """The command on so many processes, to its end."""
+    several = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    return subprocess.run(
+        [sys.executable, *(several if processes > 1 else []), *command],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "120", "PYTHONPATH": str(DOCS.parent)},
+        cwd=DOCS.parent,
+    )
+
+
 @pytest.mark.parametrize(("preset", "numbers"), [("grpo", (1, 2, 4)), ("gspo", (2,)), ("reinforce++", (2,))])
 def test_an_update_is_the_same_on_every_layout_as_the_command_says(preset, numbers, settings, tmp_path):
     kl = "algorithm.kl_coefficient=0.1"
@@ -216,15 +223,7 @@ def test_an_update_is_the_same_on_every_layout_as_the_command_says(preset, numbe
     wanted = {1: [(1, 1, 1)], 2: [(1, 2, 1), (2, 1, 1), (1, 1, 2)]}
     wanted[4] = [(1, 4, 1), (2, 2, 1), (4, 1, 1), (1, 2, 2), (2, 1, 2)]
     for count, processes in enumerate(numbers):
-        several = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-        ran = subprocess.run(
-            [sys.executable, *(several if processes > 1 else []), "-m", "trainer", "prove", *given],
-            capture_output=True,
-            text=True,
-            timeout=200,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "120"},
-            cwd=DOCS.parent,
-        )
+        ran = run_prove(processes, "-m", "trainer", "prove", *given)
         assert ran.returncode == 0, ran.stdout + ran.stderr
         assert "All of it holds." in ran.stdout
         layouts = re.findall(r"(\d+) x (\d+) x (\d+)  +one", ran.stdout)
@@ -236,9 +235,10 @@ def test_an_update_is_the_same_on_every_layout_as_the_command_says(preset, numbe
 
 
 def test_the_cuts_are_in_float32_whatever_attention_is_asked_for(start, monkeypatch, capsys):
-    monkeypatch.setattr(workers.parallel.policy, "why_not", lambda device: "")  # as on a Hopper GPU
-    monkeypatch.setattr(workers.parallel.policy, "flash4_failure", lambda *_: "")
-    monkeypatch.setattr(workers.parallel.policy, "head_width", lambda config: 64)
+    monkeypatch.setattr(attention_backend, "why_not", lambda device: "")  # as on a Hopper GPU
+    monkeypatch.setattr(attention_backend, "flash4_failure", lambda *_: "")
+    wide_heads = SimpleNamespace(head_dim=64, heads=4, kv_heads=2)
+    monkeypatch.setattr(attention_backend, "family_of", lambda config: wide_heads)
     start("prove", "run", "model.attention=flash4", "model.dtype=bfloat16")
     assert "All of it holds." in capsys.readouterr().out
 
@@ -255,7 +255,7 @@ def test_a_wrong_denominator_is_found(start, monkeypatch, capsys):
     # Each micro-batch divided by its own tokens.
     def by_micro_batch(logprobs, entropy, fields, config):
         loss, sums = policy_loss(logprobs, entropy, fields, config)
-        return loss / fields["weights"].sum(), sums
+        return loss / fields["loss_weights"].sum(), sums
 
     policy_loss = workers.actor.policy_loss
     monkeypatch.setattr(workers.actor, "policy_loss", by_micro_batch)
@@ -282,13 +282,6 @@ def test_what_moves_on_one_rank_alone_is_found(settings, tmp_path):
         "main()\n"
     )
     given = [*settings["train"], f"tracking.folder={tmp_path}", "tracking.name=run"]
-    ran = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", script, "prove", *given],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "120", "PYTHONPATH": str(DOCS.parent)},
-        cwd=DOCS.parent,
-    )
+    ran = run_prove(2, script, "prove", *given)
     assert ran.returncode != 0
     assert re.search(r"weights that moved +\d+ +0 +too far", ran.stdout), ran.stdout + ran.stderr

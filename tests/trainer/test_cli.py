@@ -54,7 +54,7 @@ def assert_names(sentence: str, *words: str) -> None:
 
 @pytest.mark.parametrize("installed", ["0.5.16", "0.5.22", "0.4.9.post2"])
 def test_an_sglang_that_was_not_tried_is_refused_with_the_range_and_the_way_out(refusal, monkeypatch, installed):
-    monkeypatch.setattr("workers.engines.sglang_engine.version", lambda _: installed)
+    monkeypatch.setattr("workers.engines.config.version", lambda _: installed)
     said = refusal("rollout.engine=sglang")
     assert_names(said, f"SGLang {installed}", "0.5.17 up to, but not, 0.5.22", "pip install -e '.[sglang]'")
 
@@ -71,12 +71,19 @@ def test_what_can_work_gets_as_far_as_loading_weights(command, run_main, setting
         (["actor.learning_rat=1"], ["actor.learning_rat", "actor.learning_rate"]),
         (["actor.learning_rate=fast"], ["actor.learning_rate", "fast"]),
         (["steps=0"], ["steps=0", "at least 1"]),
-        (["algorithm.minibatches_per_step=3"], ["minibatches_per_step=3", "prompts_per_step=4", "divisor"]),
-        (["algorithm.samples_per_prompt=1"], ["samples_per_prompt=1", "algorithm.baseline=group_mean"]),
+        (["algorithm.prompts_per_step=4"], ["algorithm.prompts_per_step in", "is called batch.prompts_per_step now"]),
+        (["algorithm.samples_per_prompt=4"], ["is called batch.samples_per_prompt now"]),
+        (["algorithm.minibatches_per_step=1"], ["is called batch.minibatches_per_step now"]),
+        (["algorithm.epochs_per_step=1"], ["is called batch.epochs_per_step now"]),
+        (["actor.final_learning_rate=0.1"], ["is called actor.final_learning_rate_ratio now"]),
+        (["rollout.min_response_tokens=1"], ["rollout.min_response_tokens in", "is gone", "leave it out"]),
+        (["rollout.bucket_megabytes=64"], ["rollout.bucket_megabytes in", "is gone", "512 MiB"]),
+        (["batch.minibatches_per_step=3"], ["minibatches_per_step=3", "prompts_per_step=4", "divisor"]),
+        (["batch.samples_per_prompt=1"], ["batch.samples_per_prompt=1", "algorithm.baseline=group_mean"]),
         (["algorithm.preset=gpso"], ["algorithm.preset='gpso'", "did you mean gspo"]),
         (["algorithm.preset=cispo", "algorithm.dual_clip=9"], ["algorithm.dual_clip=9", "algorithm.clip=cispo"]),
         (["algorithm.clip_low=-0.1"], ["algorithm.clip_low=-0.1", "negative"]),
-        (["algorithm.prompts_per_step=20"], ["prompts_per_step=20", "16 prompts", "between 1 and 16"]),
+        (["batch.prompts_per_step=20"], ["batch.prompts_per_step=20", "16 prompts", "between 1 and 16"]),
         (["data.prompt_column=question"], ["data.prompt_column", "question", "prompt, numbers, target"]),
         (["data.template='{numbrs} to {target}'"], ["data.template", "numbrs", "did you mean numbers"]),
         (["data.max_prompt_tokens=4"], ["row 0", "6 tokens", "data.max_prompt_tokens is 4", "drop"]),
@@ -97,7 +104,6 @@ def test_what_can_work_gets_as_far_as_loading_weights(command, run_main, setting
         (["model.attention=flash4", "device=cpu"], ["model.attention=flash4", "not a Hopper GPU", "Use auto or torch"]),
         (["rollout.release=everything"], ["rollout.release='everything'", "kv+weights"]),
         (["rollout.memory_fraction=1.5"], ["rollout.memory_fraction=1.5"]),
-        (["rollout.min_response_tokens=13"], ["rollout.min_response_tokens=13", "rollout.max_response_tokens=12"]),
         (["rollout.gap_warning=0.9"], ["rollout.gap_warning=0.9", "rollout.gap_error=0.5"]),
         (["rollout.verify_every=-1"], ["rollout.verify_every=-1"]),
         (["rollout.stall_seconds=0"], ["rollout.stall_seconds=0"]),
@@ -124,7 +130,7 @@ def test_no_reward(refusal, settings):
         (3, ["actor.tensor_parallel=2"], ["3 process(es)", "actor.tensor_parallel=2", "a multiple of 2"]),
         (6, ["actor.tensor_parallel=2", "actor.replicate=2"], ["actor.replicate=2", "a multiple of 4"]),
         (4, ["actor.tensor_parallel=4"], ["actor.tensor_parallel=4", "num_key_value_heads=2", "divisor"]),
-        (8, [], ["algorithm.prompts_per_step=4", "8", "at least 8"]),
+        (8, [], ["batch.prompts_per_step=4", "8", "at least 8"]),
     ],
 )
 def test_sizes_that_do_not_fit_the_processes(processes, overrides, words, refusal, monkeypatch):
@@ -180,6 +186,8 @@ def test_config_files_that_cannot_be_read(refusal, tmp_path):
     assert_names(refusal("broken.yaml", base=False), "broken.yaml", "not valid YAML")
     (tmp_path / "wrong.yaml").write_text("rollout: {temperatur: 1}\n")
     assert_names(refusal("wrong.yaml", base=False), "wrong.yaml", "rollout.temperature")
+    (tmp_path / "old.yaml").write_text("algorithm: {preset: dapo, epochs_per_step: 2}\n")
+    assert_names(refusal("old.yaml", base=False), "old.yaml is called batch.epochs_per_step now")
 
 
 @pytest.mark.parametrize("command", ["train", "sft"])
@@ -188,7 +196,7 @@ def test_going_on_with_other_data_is_refused(command, refusal, tmp_path, capsys)
     checkpoint.mkdir(parents=True)
     position = {"given": 12, "size": 15, "seed": 0, "shuffle": True}
     (checkpoint / "progress.json").write_text(json.dumps({"step": 3, "updates": 3, "version": 3, "data": position}))
-    sentence = refusal("checkpoint.resume=true", command=command)
+    sentence = refusal("checkpoint.resume=true", "steps=9", command=command)
     assert_names(sentence, "cannot be resumed", "it was 15", "set it back or start a new run")
 
 
@@ -209,7 +217,7 @@ def test_a_refusal_under_torchrun_is_printed_once(settings):
     """All processes refuse; the sentence comes from the first, with nothing of ours but it."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "trainer"]
     done = subprocess.run(
-        [*command, "train", *settings["train"], "actor.tensor_parallel=2", "algorithm.prompts_per_step=20"],
+        [*command, "train", *settings["train"], "actor.tensor_parallel=2", "batch.prompts_per_step=20"],
         capture_output=True,
         text=True,
         timeout=120,
@@ -218,7 +226,7 @@ def test_a_refusal_under_torchrun_is_printed_once(settings):
     )
     assert done.returncode != 0
     ours = done.stderr.partition("torch/distributed/elastic")[0]
-    assert ours.startswith("error: algorithm.prompts_per_step=20")
+    assert ours.startswith("error: batch.prompts_per_step=20")
     assert "Traceback" not in ours
     assert ours.count("error: ") == 1
     assert "exitcode  : 2" in done.stderr

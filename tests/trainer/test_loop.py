@@ -1,12 +1,17 @@
 """The loop on a tiny model: what a run records, what it does off policy and with a reference, what ends nothing."""
 
+import inspect
 import json
+import re
+import textwrap
+from pathlib import Path
 
 import pytest
 
-import trainer.trainer
 from examples.countdown import make_tokenizer
 from tests.trainer.conftest import rows_of
+from trainer.controller import Controller
+from trainer.trainer import Trainer
 from workers.actor import ActorWorker
 
 EVERY_STEP = {
@@ -40,29 +45,27 @@ def samples_of(run) -> list[dict]:
 @pytest.fixture
 def updates(monkeypatch) -> list[dict[str, float]]:
     """The metrics of each optimizer update of the runs to come."""
-    seen, update = [], ActorWorker.update_minibatch
+    seen, update = [], ActorWorker._policy_update
 
     def watched(self, batch):
-        seen.append(update(self, batch))
-        return seen[-1]
+        metrics = update(self, batch)
+        seen.append({name: metric.value for name, metric in metrics.items()})
+        return metrics
 
-    monkeypatch.setattr(ActorWorker, "update_minibatch", watched)
+    monkeypatch.setattr(ActorWorker, "_policy_update", watched)
     return seen
 
 
 @pytest.fixture
 def pairs(monkeypatch) -> list[tuple[list[int], str]]:
     """The prompt as it stands in the tokens, beside the one whose row graded the response, of the runs to come."""
-    seen, sample_rows = [], trainer.trainer.sample_rows
+    seen, show = [], Controller.show
 
-    def watched(batch, texts, examples):
-        for tokens, mask, example in zip(
-            batch["tokens"].unbind(), batch["response_mask"].unbind(), examples, strict=True
-        ):
-            seen.append((tokens[~mask].tolist(), example["prompt"]))
-        return sample_rows(batch, texts, examples)
+    def watched(self, step, trajectories):
+        seen.extend((t.tokens[~t.mask].tolist(), t.info["prompt"]) for t in trajectories)
+        show(self, step, trajectories)
 
-    monkeypatch.setattr(trainer.trainer, "sample_rows", watched)
+    monkeypatch.setattr(Controller, "show", watched)
     return seen
 
 
@@ -93,15 +96,17 @@ def test_a_run_records_every_step_and_samples_that_can_be_graded_again(start, co
     held_out = {row["prompt"]: row for row in map(json.loads, (countdown / "heldout.jsonl").open())}
     kept = samples_of(run)
     for step, row in enumerate(rows):
-        # 4 prompts x 4 samples of a step, 8 x 4 of an evaluation: told apart by their prompts.
+        # 4 prompts x 4 samples of a step, 8 x 4 of an evaluation.
         mine = [sample for sample in kept if sample["step"] == step]
-        trained = [sample for sample in mine if sample["prompt"] in examples]
-        evaluated = [sample for sample in mine if sample["prompt"] in held_out]
+        trained = [sample for sample in mine if not sample["held_out"]]
+        evaluated = [sample for sample in mine if sample["held_out"]]
+        assert {sample["prompt"] for sample in trained} <= examples.keys()
+        assert {sample["prompt"] for sample in evaluated} <= held_out.keys()
         assert (len(trained), len(evaluated)) == (16 * (step > 0), 32 * ("eval/accuracy" in row))
         for sample in mine:
             words = sample["response"].split()
             share = sum(word.isdigit() for word in words) / max(len(words), 1)
-            assert sample["example"] == (examples | held_out)[sample["prompt"]]
+            assert sample["row"] == (examples | held_out)[sample["prompt"]]
             assert sample["rewards/digits"] == pytest.approx(share)
             assert sample["reward"] == pytest.approx(share + 0.5 * sample["rewards/countdown"])
             assert len(words) <= 12
@@ -122,7 +127,7 @@ def test_off_policy_steps_make_several_updates_with_ratios_of_their_own(start, u
     assert rows_of(once)[-1]["ratio/max"] == 1
     assert len(updates) == 1
     updates.clear()
-    several = ["algorithm.minibatches_per_step=2", "algorithm.epochs_per_step=2"]
+    several = ["batch.minibatches_per_step=2", "batch.epochs_per_step=2"]
     rows = rows_of(start("train", "several", "steps=2", "data.eval=null", *several))
     assert len(updates) == 8
     # The first update of a step is on policy, the later ones are not.
@@ -192,3 +197,10 @@ def test_supervised_training_lowers_the_loss_and_teaches_the_format(start):
     assert losses[-1] < 2
     rows = rows_of(start("train", "after", f"model.path={run / 'model'}", "steps=1", "rollout.max_response_tokens=30"))
     assert rows[0]["eval/response_length/truncated"] < 0.5
+
+
+def test_the_loop_in_the_readme_is_the_loop_in_the_code():
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    shown = re.search(r"```python\n(while .*?)```", readme, re.DOTALL)[1]
+    source = textwrap.dedent(inspect.getsource(Trainer.train))
+    assert textwrap.indent(shown, "    ") in source

@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 4 collective_probe.py OUT
 
 leaves OUT/heads-RANK.pt, OUT/transport-RANK.pt, OUT/gathered-RANK.pt,
-OUT/handout-RANK.pt and OUT/missing-RANK.pt.
+OUT/stealing-RANK.pt and OUT/missing-RANK.pt.
 """
 
 import os
@@ -18,12 +18,12 @@ from tensordict import TensorDict
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from grpo.batch import jagged, make_batch, select
+from grpo.batch import jagged, make_batch
 from workers.dispatch import Worker, dispatched
 from workers.parallel.gather import Gatherer
 from workers.parallel.logprobs import Head, head_logprobs, head_loss
-from workers.parallel.mesh import join, make_training_layout, pick_device
-from workers.rollout import Handout
+from workers.parallel.mesh import join, make_store, make_training_layout, pick_device
+from workers.rollout import WorkStealing
 
 FIELDS = ("tokens", "response_mask", "old_logprobs", "exact", "group", "rewards", "precise", "truncated")
 PATIENCE = 3.0
@@ -68,21 +68,15 @@ class Echo(Worker):
         self.given = batch
         return batch
 
-    def some(self, batch):
-        """All rows go to every rank; part p answers each row that it counts as its own twice, the last one first."""
-        self.shared = self.group.share(batch, FIELDS, "Echo.some")
-        answer = None
-        if self.layout.tp_rank == 0:
-            mine = list(range(self.layout.dp_rank, len(self.shared), self.layout.dp_size))[::-1]
-            rows = [row for row in mine for _ in range(2)]
-            answer = select(self.shared, rows)
-            answer["answer"] = torch.arange(2).repeat(len(mine))
-            answer["row"] = torch.tensor(rows)
-        return self.group.gather(answer, "Echo.some")
+    def some(self, rows):
+        """All rows go to every rank, and each leading rank answers with its own, the last one first."""
+        self.shared = self.group.share(rows, "the rows of Echo.some")
+        mine = list(range(self.layout.dp_rank, len(self.shared), self.layout.dp_size))[::-1]
+        return self.group.collect([self.shared[i] for i in mine], "Echo.some")
 
     @dispatched("tokens")
     def part(self, batch):
-        return {"part": self.layout.dp_rank, "rows": len(batch)}
+        return {"dp_rank": self.layout.dp_rank, "rows": len(batch)}
 
     @dispatched("tokens")
     def silent(self, batch, who: int):
@@ -109,9 +103,9 @@ def head_with_loss_inside(
     head = Head(weight, given["targets"], temperature, rows.start or 0, **settings)
     seen = []
 
-    def loss(logprobs: torch.Tensor, entropy: torch.Tensor, here: slice) -> torch.Tensor:
+    def loss(logprobs: torch.Tensor, entropy: torch.Tensor, chunk: slice) -> torch.Tensor:
         seen.append((logprobs.detach(), entropy.detach()))
-        return logprobs @ given["of_logprobs"][here] + entropy @ given["of_entropy"][here]
+        return logprobs @ given["of_logprobs"][chunk] + entropy @ given["of_entropy"][chunk]
 
     total = head_loss(hidden, head, loss)
     (total * 3).backward()
@@ -131,7 +125,7 @@ def heads() -> dict[tuple[int, str], dict[str, torch.Tensor]]:
         count = len(given["weight"]) // size
         rows = slice(place * count, (place + 1) * count)
         for name, way in (("plain", plain_head), ("loss inside", head_with_loss_inside)):
-            results[size, name] = way(given, 0.7, rows, group=group, chunk=8) | {"first": rows.start}
+            results[size, name] = way(given, 0.7, rows, group=group, chunk_size=8) | {"first": rows.start}
     return results
 
 
@@ -142,7 +136,8 @@ def transport() -> dict[int, dict]:
         worker = Echo(make_training_layout(pick_device("cpu"), 1, slices))
         batch = every_dtype() if dist.get_rank() == 0 else None
         results[slices] = {"once": worker.back(batch), "given": worker.given}
-        results[slices] |= {"twice": worker.some(batch), "shared": worker.shared, "part": worker.part(batch)}
+        rows = [{"row": i, "of": "the controller"} for i in range(11)] if batch is not None else None
+        results[slices] |= {"some": worker.some(rows), "shared": worker.shared, "part": worker.part(batch)}
     return results
 
 
@@ -167,14 +162,15 @@ def gathered() -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     return results
 
 
-def handout() -> list[int]:
+def stealing() -> list[int]:
     """Which of 60 prompts this rank took, where rank 1 is slow."""
-    store = dist.PrefixStore("handout", dist.distributed_c10d._get_default_store())
+    store = make_store()
     dist.barrier()
     taken = []
-    for prompt in Handout([list(range(part, 60, 4)) for part in range(4)], dist.get_rank(), store):
+    for prompt in WorkStealing([list(range(part, 60, 4)) for part in range(4)], dist.get_rank(), store):
         taken.append(prompt)
         time.sleep(0.2 if dist.get_rank() == 1 else 0.01)
+    dist.barrier()  # the controller hosts the store
     return taken
 
 
@@ -209,7 +205,7 @@ def main() -> None:
     torch.save(heads(), out / f"heads-{rank}.pt")
     torch.save(transport(), out / f"transport-{rank}.pt")
     torch.save(gathered(), out / f"gathered-{rank}.pt")
-    torch.save(handout(), out / f"handout-{rank}.pt")
+    torch.save(stealing(), out / f"stealing-{rank}.pt")
     torch.save(missing(), out / f"missing-{rank}.pt")
 
 

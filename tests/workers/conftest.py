@@ -1,5 +1,7 @@
 """What the tests of the workers share: a process group of one, a tiny model, and one launch of four processes."""
 
+import asyncio
+import dataclasses
 import os
 import subprocess
 import sys
@@ -12,9 +14,17 @@ import torch.distributed as dist
 import transformers
 
 from examples.countdown import make_model
+from grpo.data import Prompt
 from workers.engines.protocol import Bucket, Engine, Response, Sampling
-from workers.parallel.mesh import TrainingLayout, join, make_training_layout, pick_device
-from workers.parallel.policy import ModelConfig
+from workers.models.hub import ModelConfig
+from workers.parallel.mesh import (
+    InferenceLayout,
+    TrainingLayout,
+    join,
+    make_inference_layout,
+    make_training_layout,
+    pick_device,
+)
 
 
 def buckets_of(weights: Iterable[tuple[str, torch.Tensor]], each: int = 5) -> Iterator[Bucket]:
@@ -28,10 +38,23 @@ def buckets_of(weights: Iterable[tuple[str, torch.Tensor]], each: int = 5) -> It
             yield Bucket(flat, {name: tensor.shape for name, tensor in chunk})
 
 
+def prompts_of(*tokens: list[int]) -> list[Prompt]:
+    """Prompts of these ids, with nothing else to them."""
+    return [Prompt(index, [*ids], "", {}) for index, ids in enumerate(tokens)]
+
+
 def answers_of(engine: Engine, prompts: list, samples: int, sampling: Sampling) -> list[list[Response]]:
-    """What the engine answers to each prompt, in the order of the prompts."""
-    answers = dict(engine.generate(enumerate(prompts), samples, sampling))
-    return [answers[index] for index in range(len(prompts))]
+    """What the engine answers to `samples` requests of each prompt, all in flight at once."""
+
+    async def ask(index: int, sample: int) -> Response:
+        seed = hash((sampling.seed, index, sample))
+        return await engine.sample(prompts[index], dataclasses.replace(sampling, seed=seed))
+
+    async def ask_all() -> list[Response]:
+        return await asyncio.gather(*(ask(i, s) for i in range(len(prompts)) for s in range(samples)))
+
+    answers = engine.run(ask_all())
+    return [answers[i : i + samples] for i in range(0, len(answers), samples)]
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +66,12 @@ def layout() -> Iterator[TrainingLayout]:
     yield make_training_layout(device)
     if not joined:
         dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def engines(layout) -> InferenceLayout:
+    """An engine in this process alone."""
+    return make_inference_layout(layout.device)
 
 
 @pytest.fixture(scope="session")
@@ -73,5 +102,5 @@ def four_processes(tmp_path_factory) -> dict:
     )
     return {
         name: [torch.load(out / f"{name}-{rank}.pt", weights_only=False) for rank in range(4)]
-        for name in ("heads", "transport", "gathered", "handout", "missing")
+        for name in ("heads", "transport", "gathered", "stealing", "missing")
     }

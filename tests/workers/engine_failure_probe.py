@@ -12,15 +12,15 @@ import threading
 import time
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
 from grpo.algorithm import AlgorithmConfig
-from grpo.batch import jagged, make_batch
+from tests.workers.conftest import prompts_of
 from workers.actor import ActorConfig, ActorWorker
+from workers.engines.config import RolloutConfig
+from workers.models.hub import ModelConfig
 from workers.parallel.mesh import join, make_training_layout, pick_device
-from workers.parallel.policy import ModelConfig
-from workers.rollout import RolloutConfig, RolloutWorker, make_engine
+from workers.rollout import RolloutWorker, make_engine
 from workers.sharding import ShardingManager
 
 
@@ -48,10 +48,10 @@ def main() -> None:
     def hurt() -> None:
         time.sleep(3)
         print("HURT", time.time(), flush=True)
-        for process in engine.processes:
+        for process in engine.process.processes:
             os.kill(process.pid, signal.SIGKILL if harm == "kill" else signal.SIGSTOP)
 
-    prompts = make_batch({"tokens": jagged([torch.tensor([5, 6, 7])] * 64)}) if rank == 0 else None
+    prompts = prompts_of(*[[5, 6, 7]] * 64) if rank == 0 else None
     with sharding.serving():
         if engines.tp_rank == 0 and engines.dp_rank == engines.dp_size - 1:
             threading.Thread(target=hurt, daemon=True).start()

@@ -14,13 +14,25 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+import workers.sharding
 from grpo.algorithm import AlgorithmConfig
-from grpo.batch import jagged, lengths_of, make_batch, with_values
+from grpo.batch import lengths_of, with_values
+from tests.workers.conftest import prompts_of
 from workers.actor import ActorConfig, ActorWorker
+from workers.engines.config import RolloutConfig
 from workers.engines.protocol import Bucket
-from workers.parallel.mesh import TrainingLayout, join, leave, make_inference_layout, make_training_layout, pick_device
-from workers.parallel.policy import ModelConfig
-from workers.rollout import RolloutConfig, RolloutWorker, make_engine
+from workers.guards import expect_current
+from workers.models.hub import ModelConfig
+from workers.parallel.mesh import (
+    InferenceLayout,
+    TrainingLayout,
+    join,
+    leave,
+    make_inference_layout,
+    make_training_layout,
+    pick_device,
+)
+from workers.rollout import RolloutWorker, make_engine
 from workers.sharding import ShardingManager
 
 TEMPERATURE = 0.8
@@ -29,7 +41,7 @@ PROMPTS = [list(range(2, 6 + i)) for i in range(8)]
 
 def rollout(sharding: ShardingManager, controls: bool) -> dict:
     """One rollout of 4 samples a prompt, and how far its log-probabilities are from the actor's own."""
-    prompts = make_batch({"tokens": jagged([torch.tensor(prompt) for prompt in PROMPTS])}) if controls else None
+    prompts = prompts_of(*PROMPTS) if controls else None
     cuda = sharding.actor.layout.device.type == "cuda"
     if cuda:
         torch.cuda.reset_peak_memory_stats()
@@ -37,7 +49,7 @@ def rollout(sharding: ShardingManager, controls: bool) -> dict:
     with sharding.serving():
         beyond = torch.cuda.max_memory_allocated() - before if cuda else 0
         samples = sharding.rollout.generate(prompts, 4)
-    sharding.expect_current(samples)
+    expect_current(samples, sharding.actor.version)
     ours = sharding.actor.compute_logprobs(samples)
     if not controls:
         return {"samples": None, "sync": dict(sharding.metrics)}
@@ -47,7 +59,7 @@ def rollout(sharding: ShardingManager, controls: bool) -> dict:
         "samples": samples,
         "gap": float(gaps.abs().mean()),
         "prompts": [row[~mask].tolist() for row, mask in rows],
-        "versions": samples["version"].unique().tolist(),
+        "versions": samples["versions"].values()[samples["response_mask"].values()].unique().tolist(),
         "sync": dict(sharding.metrics),
         "beyond": beyond,
     }
@@ -64,10 +76,11 @@ def learn(sharding: ShardingManager, samples) -> None:
 
 
 def two_rounds(
-    model: ModelConfig, config: RolloutConfig, engine, engines: TrainingLayout, layout: TrainingLayout
+    model: ModelConfig, config: RolloutConfig, engine, engines: InferenceLayout, layout: TrainingLayout
 ) -> dict:
     controls = dist.get_rank() == 0
     actor = ActorWorker(model, ActorConfig(learning_rate=1e-3), AlgorithmConfig(), layout, TEMPERATURE, 10)
+    workers.sharding.BUCKET_BYTES = 2**20 if layout.device.type == "cpu" else 2**26  # so that there are several
     sharding = ShardingManager(actor, RolloutWorker(config, engine, engines, (1,), seed=3))
     first = rollout(sharding, controls)
     before = [Bucket(bucket.flat.clone(), bucket.shapes) for bucket in sharding.weights()]
@@ -101,7 +114,6 @@ def main() -> None:
             concurrent_samples=4 if device.type == "cpu" else 64,
             memory_fraction=0.3,
             verify_every=1,
-            bucket_megabytes=1 if device.type == "cpu" else 64,
             release="kv",
             sglang=options,
         )

@@ -12,16 +12,17 @@ import torch
 import torch.distributed as dist
 
 from grpo.algorithm import AlgorithmConfig
-from grpo.batch import jagged, make_batch
-from tests.workers.layout_probe import TEMPERATURE, attach_logprobs, ragged_batch
+from tests.workers.conftest import prompts_of
+from tests.workers.layout_probe import TEMPERATURE, full, make_off_policy, ragged_batch
 from workers.actor import ActorConfig, ActorWorker
+from workers.engines.config import RolloutConfig
 from workers.engines.torch_engine import TorchEngine
+from workers.models.hub import ModelConfig
 from workers.parallel import policy
 from workers.parallel.lora import LoraConfig, adapters_of
-from workers.parallel.mesh import TrainingLayout, join, leave, make_training_layout, pick_device
-from workers.parallel.policy import ModelConfig
+from workers.parallel.mesh import TrainingLayout, join, leave, make_inference_layout, make_training_layout, pick_device
 from workers.ref import RefWorker
-from workers.rollout import RolloutConfig, RolloutWorker
+from workers.rollout import RolloutWorker
 from workers.sharding import ShardingManager
 
 # Two shards cannot have as many rows of A each.
@@ -30,10 +31,10 @@ LORA = LoraConfig(rank=3, alpha=6.0)
 
 def make_workers(model: ModelConfig, layout: TrainingLayout, lora: LoraConfig = LORA, minibatches: int = 2, **settings):
     """An actor and the reference it shares its weights with."""
-    algorithm = AlgorithmConfig(minibatches_per_step=minibatches, aggregate="token_mean", kl_coefficient=0.1)
+    algorithm = AlgorithmConfig(aggregate="token_mean", kl_coefficient=0.1)
     # 128 tokens a micro-batch make several passes.
     config = ActorConfig(**{"learning_rate": 1e-2, "max_tokens_per_microbatch": 128, "lora": lora} | settings)
-    actor = ActorWorker(model, config, algorithm, layout, TEMPERATURE, 10)
+    actor = ActorWorker(model, config, algorithm, layout, TEMPERATURE, 10, minibatches)
     # With Adam's usual epsilon the rounding of a gradient near 0 decides the sign of a whole step.
     actor.optimizer.param_groups[0]["eps"] = 1e-3
     return actor, RefWorker(model, config, layout, TEMPERATURE, actor.policy)
@@ -41,15 +42,9 @@ def make_workers(model: ModelConfig, layout: TrainingLayout, lora: LoraConfig = 
 
 def whole(actor: ActorWorker) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, torch.Tensor]]]:
     """The frozen weights and each adapter's A and B, whole, by the weights' Hugging Face names."""
-    weights = {name: weight.detach().full_tensor() for name, weight in actor.policy.weights().items()}
-    adapters = {
-        name: {"A": adapter.A.detach().full_tensor(), "B": adapter.B.detach().full_tensor()}
-        for name, adapter in adapters_of(actor.policy).items()
-    }
-    clones = {name: {which: m.clone() for which, m in pair.items()} for name, pair in adapters.items()}
-    return {name: weight.clone() for name, weight in weights.items()}, {
-        name.removeprefix(policy.PREFIX): pair for name, pair in clones.items()
-    }
+    weights = {name: full(weight) for name, weight in actor.policy.weights().items()}
+    adapters = adapters_of(actor.policy.causal_lm).items()
+    return weights, {name: {"A": full(adapter.A), "B": full(adapter.B)} for name, adapter in adapters}
 
 
 def step(model: ModelConfig, layout: TrainingLayout, engine_dtype: str = "float32") -> dict:
@@ -60,17 +55,19 @@ def step(model: ModelConfig, layout: TrainingLayout, engine_dtype: str = "float3
     batch = batch if controls else None
     start = whole(actor)
     # First of all, with the adapters off: what FSDP learns of the parameters at its first pass must still be right.
-    ref = reference.compute_logprobs(batch)
-    logprobs = actor.compute_logprobs(batch)
-    attach_logprobs(batch, noise, logprobs, ref)
+    batch = actor.compute_logprobs(reference.compute_logprobs(batch))
+    fresh = batch.copy() if controls else None
+    make_off_policy(batch, noise)
     metrics = actor.update(batch)
     end = whole(actor)
     means = [actor.optimizer.state[p]["exp_avg"].full_tensor() for p in actor.parameters if p.requires_grad]
 
     engine = TorchEngine(ModelConfig(path=model.path, dtype=engine_dtype), layout.device)
-    rollout = RolloutWorker(RolloutConfig(max_response_tokens=12), engine, make_training_layout(layout.device), (1,), 3)
+    rollout = RolloutWorker(
+        RolloutConfig(max_response_tokens=12), engine, make_inference_layout(layout.device), (1,), 3
+    )
     sharding = ShardingManager(actor, rollout, reference)
-    prompts = make_batch({"tokens": jagged([torch.arange(2, 6 + i) for i in range(8)])}) if controls else None
+    prompts = prompts_of(*(range(2, 6 + i) for i in range(8))) if controls else None
     with sharding.serving():
         samples = rollout.generate(prompts, 2, TEMPERATURE)
     again = actor.compute_logprobs(samples)
@@ -87,9 +84,9 @@ def step(model: ModelConfig, layout: TrainingLayout, engine_dtype: str = "float3
         "synced": synced,
         "means": means,
         "metrics": metrics,
-        "logprobs": logprobs["old_logprobs"].values(),
+        "logprobs": fresh["old_logprobs"].values(),
         "later": later["old_logprobs"].values(),
-        "ref": ref["ref_logprobs"].values(),
+        "ref": fresh["ref_logprobs"].values(),
         "ref_later": ref_later["ref_logprobs"].values(),
         "engine": dict(engine.weights),
         "engines_agree": all(other == hashes[0] for other in hashes),

@@ -13,9 +13,10 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from workers.models.hub import ModelConfig
 from workers.parallel import policy
 from workers.parallel.mesh import TrainingLayout, join, leave, make_training_layout, pick_device
-from workers.parallel.policy import ModelConfig, load_policy
+from workers.parallel.policy import load_policy
 
 
 def local(parameter: torch.Tensor) -> int:
@@ -23,16 +24,16 @@ def local(parameter: torch.Tensor) -> int:
 
 
 def counts(folder: Path, layout: TrainingLayout) -> dict[str, int]:
-    """Parameters of this rank: held, and while all are gathered those of a layer and of what is left."""
+    """Parameters of this rank: its own shards, and while all are gathered those of a layer and of what is left."""
     model = load_policy(ModelConfig(path=str(folder)), layout)
-    held = sum(local(parameter) for parameter in model.parameters())
+    shards = sum(local(parameter) for parameter in model.parameters())
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.unshard()
     layers = [sum(map(local, layer.parameters())) for layer in model.causal_lm.model.layers]
     whole = sum(map(local, model.parameters()))
     model.reshard_all()
-    return {"held": held, "layer": layers[0], "root": whole - sum(layers)}
+    return {"local": shards, "layer": layers[0], "root": whole - sum(layers)}
 
 
 def main() -> None:
@@ -48,7 +49,7 @@ def main() -> None:
             everyone = [None] * dist.get_world_size()
             dist.all_gather_object(everyone, counts(folder, layout))
             if dist.get_rank() == 0:
-                most = max(everyone, key=lambda held: held["held"])
+                most = max(everyone, key=lambda counts: counts["local"])
                 torch.save(most, out / f"{folder.name}-{dist.get_world_size()}-{tensor}.pt")
     leave()
 

@@ -2,6 +2,10 @@
 
 import functools
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,9 +19,10 @@ from grpo.config import ConfigError
 from grpo.packing import pack
 from workers import actor as actor_module
 from workers import microbatch as microbatch_module
-from workers.actor import ActorConfig, ActorWorker, clip_gradients, learning_rate
+from workers.actor import ActorConfig, ActorWorker, split_by_groups
 from workers.dispatch import WorkerGroup
 from workers.microbatch import microbatches
+from workers.optimizer import clip_gradients, learning_rate
 from workers.parallel import policy
 
 FIELDS = ("tokens", "response_mask", "rollout_logprobs", "advantages")
@@ -25,9 +30,10 @@ FIELDS = ("tokens", "response_mask", "rollout_logprobs", "advantages")
 
 @pytest.fixture
 def make_actor(layout, model_config):
-    def make(algorithm=None, **settings):
+    def make(algorithm=None, minibatches=1, epochs=1, **settings):
         config = ActorConfig(**{"learning_rate": 1e-2, "max_tokens_per_microbatch": 64} | settings)
-        worker = ActorWorker(model_config, config, algorithm or AlgorithmConfig(), layout, 0.8, 10)
+        algorithm = algorithm or AlgorithmConfig()
+        worker = ActorWorker(model_config, config, algorithm, layout, 0.8, 10, minibatches, epochs)
         # With Adam's usual epsilon the rounding of a gradient near 0 decides the sign of a whole step.
         for group in worker.optimizer.param_groups:
             group["eps"] = 1e-3
@@ -66,6 +72,17 @@ def weighed(batch):
     return weigh_tokens(batch, AlgorithmConfig(aggregate="token_mean"))
 
 
+def everything_of(worker):
+    """Weights and optimizer state of this rank, which no later update changes."""
+    states = [state for held in worker.optimizer.state.values() for state in held.values()]
+    return [(t.to_local() if isinstance(t, DTensor) else t).detach().clone() for t in (*worker.parameters, *states)]
+
+
+def assert_same(ours, others):
+    assert len(ours) == len(others)
+    assert all(torch.equal(a, b) for a, b in zip(ours, others, strict=True))
+
+
 def weights_of(worker):
     return torch.cat([p.detach().full_tensor().flatten() for p in worker.policy.parameters()])
 
@@ -82,14 +99,14 @@ def weights_of(worker):
     ],
 )
 def test_the_rate_warms_up_and_then_follows_its_schedule(schedule, expected):
-    config = ActorConfig(learning_rate=2e-3, warmup_updates=3, schedule=schedule, final_learning_rate=0.1)
+    config = ActorConfig(learning_rate=2e-3, warmup_updates=3, schedule=schedule, final_learning_rate_ratio=0.1)
     rates = [learning_rate(config, update, 7) for update in range(8)]
     assert rates == pytest.approx([2e-3 * share for share in expected])
 
 
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
 def test_the_rate_begins_at_its_highest_without_warm_up_and_stays_at_its_end(schedule):
-    config = ActorConfig(learning_rate=1.0, schedule=schedule, final_learning_rate=0.2)
+    config = ActorConfig(learning_rate=1.0, schedule=schedule, final_learning_rate_ratio=0.2)
     assert learning_rate(config, 0, 10) == 1.0
     assert learning_rate(config, 10, 10) == pytest.approx(1.0 if schedule == "constant" else 0.2)
     assert learning_rate(config, 25, 10) == learning_rate(config, 10, 10)
@@ -130,18 +147,19 @@ def test_microbatches_hold_every_sample_once_within_the_budget(layout, budget):
     for micro in micros:
         assert sum(micro.lengths) <= budget
         rows = {name: torch.cat([batch[name].unbind()[row] for row in micro.rows]) for name in FIELDS}
+        mask = rows["response_mask"]
         assert torch.equal(micro.tokens, rows["tokens"])
-        assert torch.equal(
-            torch.zeros_like(rows["response_mask"]).index_fill(0, micro.wanted, 1), rows["response_mask"]
-        )
+        assert torch.equal(micro.response_mask, mask)
+        assert torch.equal(micro.targets, rows["tokens"][mask])
+        assert torch.equal(micro.predictors + 1, mask.nonzero()[:, 0])
+        assert set(micro.fields) == {"rollout_logprobs", "advantages", "seq_id"}
         for name in ("rollout_logprobs", "advantages"):
-            assert torch.equal(micro.fields[name], rows[name][rows["response_mask"]]), name
-        assert set(micro.fields) == {"rollout_logprobs", "advantages", "owner"}
-        owners = [torch.full((int(batch["response_mask"].unbind()[row].sum()),), i) for i, row in enumerate(micro.rows)]
-        assert torch.equal(micro.fields["owner"], torch.cat(owners))
+            assert torch.equal(micro.fields[name], rows[name][mask]), name
+        seq_id = torch.arange(len(micro.rows)).repeat_interleave(torch.tensor(micro.lengths))
+        assert torch.equal(micro.fields["seq_id"], seq_id[mask])
 
 
-def test_a_part_with_less_work_makes_as_many_passes_and_the_surplus_ones_learn_nothing(layout, monkeypatch):
+def test_a_rank_with_less_work_makes_as_many_passes_and_the_surplus_ones_learn_nothing(layout, monkeypatch):
     monkeypatch.setattr(dist, "all_reduce", lambda count, **_: count.fill_(15))
     batch = batch_of()
     micros = list(microbatches(batch, 1000, WorkerGroup(layout, float)))
@@ -149,39 +167,34 @@ def test_a_part_with_less_work_makes_as_many_passes_and_the_surplus_ones_learn_n
     assert sorted(row for micro in micros for row in micro.rows) == list(range(12))
     for micro in micros:
         assert len(micro.lengths) == 1
-        assert bool(len(micro.wanted)) == bool(micro.rows)
+        assert bool(len(micro.targets)) == bool(micro.rows)
     assert batch["response_mask"].unbind()[0].any()
 
 
-def minibatch_rows(worker, batch, epoch=0):
-    return [minibatch["row"].tolist() for minibatch in worker._minibatches(batch, epoch)]
-
-
 @pytest.mark.parametrize("count", [1, 2, 3, 6])
-def test_minibatches_are_whole_groups_and_cover_each_sample_once(make_actor, count):
-    worker, batch = make_actor(AlgorithmConfig(prompts_per_step=6, minibatches_per_step=count)), batch_of()
-    rows = minibatch_rows(worker, batch)
+def test_minibatches_are_whole_groups_and_cover_each_sample_once(count):
+    batch = batch_of()
+    rows = [minibatch["row"].tolist() for minibatch in split_by_groups(batch, count, seed=0)]
     assert len(rows) == count
     assert sorted(row for minibatch in rows for row in minibatch) == list(range(12))
     for minibatch in rows:
         assert len(minibatch) == 12 // count
         assert {row % 6 for row in minibatch} == {row % 6 for row in minibatch if row >= 6}
     # Every process must make the same number of updates.
-    assert list(worker._minibatches(None, 0)) == [None] * count
+    assert list(split_by_groups(None, count, seed=0)) == [None] * count
 
 
-def test_minibatches_depend_on_the_version_and_the_epoch_alone(make_actor):
-    algorithm, batch = AlgorithmConfig(prompts_per_step=6, minibatches_per_step=3), batch_of()
-    worker, other = make_actor(algorithm), make_actor(algorithm)
-    first = minibatch_rows(worker, batch)
-    torch.manual_seed(99)
-    assert minibatch_rows(other, batch) == first
-    drawn = [minibatch_rows(worker, batch, epoch) for epoch in range(5)]
-    worker.version = 1
-    drawn += [minibatch_rows(worker, batch, epoch) for epoch in range(5)]
-    assert len({str(rows) for rows in drawn}) > 6
-    other.version = 1
-    assert minibatch_rows(other, batch_of(seed=1), 4) == drawn[-1]
+def test_minibatches_depend_on_the_version_and_the_epoch_alone(make_actor, monkeypatch):
+    seen = []
+    monkeypatch.setattr(ActorWorker, "_policy_update", lambda _, batch: seen.append(batch["row"].tolist()) or {})
+    for salt in range(2):
+        worker = make_actor(minibatches=3, epochs=5)
+        for version in range(2):
+            torch.manual_seed(salt)
+            worker.update(batch_of(seed=salt + version))
+    assert len(seen) == 60
+    assert seen[:30] == seen[30:]
+    assert len({str(seen[first : first + 3]) for first in range(0, 30, 3)}) > 6
 
 
 # updates
@@ -189,11 +202,9 @@ def test_minibatches_depend_on_the_version_and_the_epoch_alone(make_actor):
 
 @pytest.mark.parametrize(("minibatches", "epochs"), [(1, 1), (3, 1), (1, 2), (2, 3)])
 def test_a_step_makes_minibatches_times_epochs_updates_and_one_version(make_actor, minibatches, epochs):
-    algorithm = AlgorithmConfig(prompts_per_step=6, minibatches_per_step=minibatches, epochs_per_step=epochs)
-    worker, steps = make_actor(algorithm, schedule="linear"), []
+    worker, steps = make_actor(minibatches=minibatches, epochs=epochs, schedule="linear"), []
     worker.optimizer.register_step_post_hook(lambda *_: steps.append(worker.optimizer.param_groups[0]["lr"]))
-    batch = batch_of()
-    batch["old_logprobs"] = worker.compute_logprobs(batch)["old_logprobs"]
+    batch = worker.compute_logprobs(batch_of())
     metrics = worker.update(batch)
     count = minibatches * epochs
     assert steps == pytest.approx([1e-2 * (1 - update / 10) for update in range(count)])
@@ -348,7 +359,7 @@ def test_without_advantages_nothing_changes(make_actor):
     assert torch.equal(weights_of(worker), before)
 
 
-@pytest.mark.parametrize("method", ["update", "imitate"])
+@pytest.mark.parametrize("method", ["update", "sft_update"])
 def test_a_batch_without_response_tokens_is_refused(make_actor, method):
     worker, batch = make_actor(), batch_of()
     batch["response_mask"].values().zero_()
@@ -359,24 +370,107 @@ def test_a_batch_without_response_tokens_is_refused(make_actor, method):
     assert worker.updates == 0
 
 
-def test_imitation_makes_what_it_imitates_more_likely(make_actor):
+def test_supervised_updates_make_the_responses_more_likely(make_actor):
     worker, batch = make_actor(), weighed(batch_of())
-    losses = [worker.imitate(batch)["loss"] for _ in range(4)]
+    losses = [worker.sft_update(batch)["loss"] for _ in range(4)]
     assert losses == sorted(losses, reverse=True)
     logprobs = worker.compute_logprobs(batch)["old_logprobs"].values()
-    assert worker.imitate(batch)["loss"] == pytest.approx(
-        -float(logprobs.sum() / batch["response_mask"].values().sum())
-    )
+    expected = -float(logprobs.sum() / batch["response_mask"].values().sum())
+    assert worker.sft_update(batch)["loss"] == pytest.approx(expected)
 
 
-def test_logprobs_come_in_the_order_of_the_rows_under_the_name_asked_for(make_actor):
+def test_logprobs_are_added_to_the_batch_in_the_order_of_its_rows(make_actor):
     batch = batch_of()
-    whole = make_actor(max_tokens_per_microbatch=1000).compute_logprobs(batch, "some_name")
-    assert set(whole.keys()) == {"some_name"}
-    cut = make_actor(max_tokens_per_microbatch=20).compute_logprobs(batch, "some_name")
-    assert lengths_of(cut["some_name"]) == lengths_of(batch["tokens"])
-    torch.testing.assert_close(cut["some_name"].values(), whole["some_name"].values(), rtol=1e-5, atol=1e-5)
-    assert not (whole["some_name"].values() * ~batch["response_mask"].values()).any()
+    names = set(batch.keys())
+    whole = make_actor(max_tokens_per_microbatch=1000).compute_logprobs(batch)
+    assert set(whole.keys()) == names | {"old_logprobs"}
+    assert set(batch.keys()) == names
+    cut = make_actor(max_tokens_per_microbatch=20).compute_logprobs(batch)
+    assert lengths_of(cut["old_logprobs"]) == lengths_of(batch["tokens"])
+    torch.testing.assert_close(cut["old_logprobs"].values(), whole["old_logprobs"].values(), rtol=1e-5, atol=1e-5)
+    assert not (whole["old_logprobs"].values() * ~batch["response_mask"].values()).any()
+
+
+# what is not finite
+
+
+def spoiled(field, value):
+    """A batch with one number that is not finite, at the last token of a row."""
+    batch = batch_of()
+    batch[field].values()[int(batch[field].offsets()[5]) - 1] = value
+    return batch
+
+
+@pytest.mark.parametrize("before", [0, 1], ids=["first update", "second update"])
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("advantages", math.nan), ("advantages", math.inf), ("rollout_logprobs", math.nan), ("loss alone", math.inf)],
+)
+def test_an_update_that_is_not_finite_leaves_weights_and_optimizer_as_they_are(
+    make_actor, field, value, before, monkeypatch
+):
+    algorithm = AlgorithmConfig(correction="truncate")
+    worker, twin = make_actor(algorithm), make_actor(algorithm)
+    good = [batch_of(seed=seed) for seed in range(3)]
+    for batch in good[:before]:
+        assert worker.update(batch)["update/skipped"] == 0
+    kept = everything_of(worker)
+    with monkeypatch.context() as patch:
+        if field == "loss alone":  # its gradient is finite
+            batch = batch_of()
+            patch.setattr(actor_module, "policy_loss", lambda logprobs, *_: (logprobs.sum() + value, {}))
+        else:
+            batch = spoiled(field, value)
+        metrics = worker.update(batch)
+    assert metrics["update/skipped"] == 1
+    assert not math.isfinite(metrics["grad_norm"])
+    assert_same(everything_of(worker), kept)
+    assert (worker.updates, worker.version) == (before + 1, before + 1)
+    for batch in good[before:]:
+        assert worker.update(batch)["update/skipped"] == 0
+    for batch in good:
+        twin.update(batch)
+    assert_same(everything_of(worker), everything_of(twin))
+
+
+def test_the_skipped_updates_of_a_step_are_added_up(make_actor):
+    worker = make_actor(minibatches=3, epochs=2)
+    assert worker.update(spoiled("advantages", math.nan))["update/skipped"] == 2
+    assert worker.updates == 6
+
+
+TWO_PROCESSES = """
+import sys
+import torch.distributed as dist
+from grpo.algorithm import AlgorithmConfig
+from tests.workers.test_actor import assert_same, everything_of, spoiled
+from workers.actor import ActorConfig, ActorWorker
+from workers.models.hub import ModelConfig
+from workers.parallel.mesh import join, leave, make_training_layout, pick_device
+
+device = pick_device("cpu")
+join(device, 60.0)
+for replicate in (1, 2):
+    layout = make_training_layout(device, replicate)
+    worker = ActorWorker(ModelConfig(path=sys.argv[1]), ActorConfig(), AlgorithmConfig(), layout, 1.0, 10)
+    kept = everything_of(worker)
+    batch = spoiled("advantages", float("nan")) if dist.get_rank() == 0 else None
+    assert worker.update(batch)["update/skipped"] == 1
+    assert_same(everything_of(worker), kept)
+leave()
+"""
+
+
+def test_all_ranks_skip_an_update_of_which_one_has_a_gradient_that_is_not_finite(model_config):
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"]
+    root = Path(__file__).parents[2]
+    subprocess.run(
+        [*launch, sys.executable, "-c", TWO_PROCESSES, model_config.path],
+        check=True,
+        timeout=120,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)},
+        cwd=root,
+    )
 
 
 # gradient clipping
@@ -392,7 +486,7 @@ def test_clipping_is_that_of_torch_on_one_process(make_actor, layout, longest):
         plain.append(torch.nn.Parameter(torch.zeros(parameter.shape)))
         plain[-1].grad = gradient
     expected = torch.nn.utils.clip_grad_norm_(plain, longest)
-    norm = clip_gradients(worker.parameters, longest, layout)
+    norm = clip_gradients(worker.parameters, longest, layout, torch.tensor(3.0))
     assert float(norm) == pytest.approx(float(expected))
     for parameter, reference in zip(worker.parameters[:-1], plain, strict=True):
         torch.testing.assert_close(parameter.grad.to_local(), reference.grad, rtol=1e-5, atol=0)

@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from workers.parallel.attention import Packing, packed_attention
+from workers.microbatch import MicroBatch
+from workers.parallel.attention import PackedSequences, packed_attention
 from workers.parallel.policy import load_policy
 
 LENGTHS = [7, 1, 12, 4, 2]
@@ -23,13 +24,21 @@ def sequences():
     return [torch.randint(2, 117, (length,), generator=random) for length in LENGTHS]
 
 
+def micro_batch(sequences, mask=None):
+    """The sequences in one pass, with all but their first tokens as responses where no mask [T] is given."""
+    lengths = [len(tokens) for tokens in sequences]
+    mask = torch.cat([torch.arange(length) > 0 for length in lengths]) if mask is None else mask
+    fields = {"tokens": torch.cat(sequences), "response_mask": mask}
+    return MicroBatch.of(fields, lengths, torch.device("cpu"), list(range(len(lengths))))
+
+
 def logprobs_of(policy, sequences):
     """log-probabilities and entropies of every token but the first, one tensor a sequence."""
-    lengths = [len(tokens) for tokens in sequences]
-    wanted = torch.cat([torch.arange(length) > 0 for length in lengths]).nonzero()[:, 0]
+    micro = micro_batch(sequences)
     with torch.no_grad():
-        answers = torch.stack(policy(torch.cat(sequences), lengths, wanted, TEMPERATURE))
-    return list(torch.zeros(2, sum(lengths)).index_copy(1, wanted, answers).split(lengths, dim=1))
+        answers = torch.stack(policy(micro, TEMPERATURE))
+    everywhere = torch.zeros(2, len(micro.tokens)).index_copy(1, micro.predictors + 1, answers)
+    return list(everywhere.split(micro.lengths, dim=1))
 
 
 def attention_by_hand(query, key, value, scaling):
@@ -53,8 +62,7 @@ def projections(heads, kv_heads, size=6):
 
 
 def attend(query, key, value, scaling=0.3):
-    packing = Packing.of(LENGTHS, torch.device("cpu"))
-    return packed_attention(query, key, value, scaling, packing)
+    return packed_attention(query, key, value, scaling, PackedSequences.of(LENGTHS, torch.device("cpu")))
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (4, 4), (4, 2), (6, 1)])
@@ -77,11 +85,11 @@ def test_no_gradient_crosses_a_border(which):
 
 
 def test_positions_begin_anew_in_each_sequence():
-    packing = Packing.of([3, 1, 2], torch.device("cpu"))
-    assert packing.positions.tolist() == [0, 1, 2, 0, 0, 1]
-    assert packing.starts.tolist() == [0, 3, 4, 6]
-    assert packing.starts.dtype == torch.int32
-    assert packing.longest == 3
+    sequences = PackedSequences.of([3, 1, 2], torch.device("cpu"))
+    assert sequences.positions.tolist() == [0, 1, 2, 0, 0, 1]
+    assert sequences.cu_seqlens.tolist() == [0, 3, 4, 6]
+    assert sequences.cu_seqlens.dtype == torch.int32
+    assert sequences.max_seqlen == 3
 
 
 def test_packed_sequences_have_the_logprobs_of_transformers(policy, hf_model, sequences):
@@ -121,11 +129,11 @@ def test_a_later_token_does_not_change_an_earlier_one(policy, sequences):
     assert (after[2][:, 9:] - before[2][:, 9:]).abs().min() > 0
 
 
-def test_answers_are_given_where_they_are_wanted(policy, sequences):
+def test_answers_are_given_for_the_tokens_of_responses(policy, sequences):
     full = torch.cat(logprobs_of(policy, sequences), dim=1)
     random = torch.Generator().manual_seed(2)
     for mask in (torch.rand(sum(LENGTHS), generator=random) < 0.4, torch.zeros(sum(LENGTHS), dtype=torch.bool)):
-        mask[Packing.of(LENGTHS, mask.device).starts[:-1].long()] = False
+        mask[PackedSequences.of(LENGTHS, mask.device).cu_seqlens[:-1].long()] = False
         with torch.no_grad():
-            answers = torch.stack(policy(torch.cat(sequences), LENGTHS, mask.nonzero()[:, 0], TEMPERATURE))
+            answers = torch.stack(policy(micro_batch(sequences, mask), TEMPERATURE))
         torch.testing.assert_close(answers, full[:, mask], rtol=1e-6, atol=1e-6)

@@ -8,8 +8,8 @@ from grpo.packing import balance
 from tests.workers.collective_probe import FIELDS, PATIENCE, Echo, every_dtype
 
 
-def assert_same(batch, expected, but=()):
-    assert set(batch.keys()) - set(but) == set(expected.keys())
+def assert_same(batch, expected):
+    assert set(batch.keys()) == set(expected.keys())
     assert len(batch) == len(expected)
     for name, field in expected.items():
         assert batch[name].dtype == field.dtype, name
@@ -35,19 +35,16 @@ def test_every_type_comes_back_bit_for_bit_in_order_on_the_controller_alone(slic
 
 
 @pytest.mark.parametrize("slices", [1, 2])
-def test_every_rank_gets_all_rows_and_what_some_answer_comes_back_in_the_order_of_the_rows(
-    slices, four_processes, sent
-):
+def test_what_is_shared_reaches_every_rank_and_what_leading_ranks_answer_the_controller_alone(slices, four_processes):
     first, *others = (results[slices] for results in four_processes["transport"])
-    assert first["twice"]["answer"].tolist() == [0, 1] * 11
-    assert_same(first["twice"], select(sent, [row for row in range(11) for _ in range(2)]), but=["answer"])
-    for rank in others:
-        assert rank["twice"] is None
-        assert_same(rank["shared"], sent)
+    rows = [{"row": i, "of": "the controller"} for i in range(11)]
+    assert first["some"] == [rows[dp_rank :: 4 // slices][::-1] for dp_rank in range(4 // slices)]
+    assert [rank["some"] for rank in others] == [None] * 3
+    assert [rank["shared"] for rank in (first, *others)] == [rows] * 4
 
 
 def test_what_a_slow_engine_has_not_begun_is_taken_by_the_others_and_by_one_alone(four_processes):
-    taken = four_processes["handout"]
+    taken = four_processes["stealing"]
     assert sorted(prompt for rank in taken for prompt in rank) == list(range(60))
     assert taken[1][0] == 1
     assert len(taken[1]) < 10
@@ -60,11 +57,11 @@ def test_what_a_slow_engine_has_not_begun_is_taken_by_the_others_and_by_one_alon
 
 
 @pytest.mark.parametrize("slices", [1, 2])
-def test_parts_are_token_balanced_and_the_peers_of_a_part_get_the_same_rows(slices, four_processes, sent):
+def test_ranks_are_token_balanced_and_tensor_parallel_peers_get_the_same_rows(slices, four_processes, sent):
     plan = balance(sent["tokens"].offsets().diff().tolist(), 4 // slices)
     for rank, results in enumerate(four_processes["transport"]):
         assert_same(results[slices]["given"], select(sent, plan[rank // slices]))
-        assert results[slices]["part"] == {"part": rank // slices, "rows": len(plan[rank // slices])}
+        assert results[slices]["part"] == {"dp_rank": rank // slices, "rows": len(plan[rank // slices])}
 
 
 def test_the_controller_names_the_method_and_the_rank_that_did_not_finish(four_processes):
@@ -85,7 +82,7 @@ def test_one_process_works_on_the_batch_itself(layout, sent):
     assert_same(worker.back(every_dtype()), sent)
     assert set(worker.given.keys()) == set(FIELDS)
     assert worker.given["tokens"].values().dtype == torch.int64
-    assert worker.part(every_dtype()) == {"part": 0, "rows": 11}
+    assert worker.part(every_dtype()) == {"dp_rank": 0, "rows": 11}
 
 
 def test_a_field_that_the_batch_lacks_is_left_out(layout):

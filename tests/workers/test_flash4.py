@@ -9,9 +9,10 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from examples.countdown import make_model
 from grpo.config import ConfigError
-from workers.parallel import flash4, policy
-from workers.parallel.attention import Packing, flash4_failure, packed_attention
-from workers.parallel.policy import ModelConfig, why_not_flash4
+from workers.models.hub import ModelConfig
+from workers.parallel import attention_backend, flash4, policy
+from workers.parallel.attention import PackedSequences, packed_attention
+from workers.parallel.attention_backend import flash4_failure, why_not_flash4
 
 LENGTHS = [7, 1, 12, 4]
 CPU = torch.device("cpu")
@@ -23,7 +24,7 @@ def attend(q, k, v, given):
     assert given["cu_seqlens_q"].dtype == torch.int32
     lengths = given["cu_seqlens_q"].diff().tolist()
     assert given["max_seqlen_q"] == given["max_seqlen_k"] == max(lengths)
-    return packed_attention(q, k, v, given["softmax_scale"], Packing.of(lengths, CPU))
+    return packed_attention(q, k, v, given["softmax_scale"], PackedSequences.of(lengths, CPU))
 
 
 @pytest.fixture
@@ -54,17 +55,17 @@ def run(attention, lengths=LENGTHS, seed=0):
     """What `attention` gives back for random heads, and its gradients."""
     random = torch.Generator().manual_seed(seed)
     heads = [torch.randn(sum(lengths), n, 8, generator=random).requires_grad_() for n in (6, 2, 2)]
-    out = attention(*heads, Packing.of(lengths, CPU))
+    out = attention(*heads, PackedSequences.of(lengths, CPU))
     (out * torch.randn(out.shape, generator=random)).sum().backward()
     return out.detach(), *(x.grad for x in heads)
 
 
-def by_torch(q, k, v, packing):
-    return packed_attention(q, k, v, 0.3, packing)
+def by_torch(q, k, v, sequences):
+    return packed_attention(q, k, v, 0.3, sequences)
 
 
-def by_flash4(q, k, v, packing):
-    return flash4.flash4(q, k, v, packing.starts, packing.longest, 0.3)[0]
+def by_flash4(q, k, v, sequences):
+    return flash4.flash4(q, k, v, sequences.cu_seqlens, sequences.max_seqlen, 0.3)[0]
 
 
 def test_what_the_kernels_compute_reaches_its_place(kernels):
@@ -76,17 +77,17 @@ def test_compiled_it_is_one_graph_for_all_lengths(kernels):
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
 
-    def layer(hidden, position_embeddings, packing):
+    def layer(hidden, position_embeddings, sequences):
         heads = (hidden * position_embeddings[0]).view(-1, 10, 8).split((6, 2, 2), dim=1)
-        return 2 * by_flash4(*heads, packing)
+        return 2 * by_flash4(*heads, sequences)
 
     compiled = functools.partial(policy._for_any_length, torch.compile(layer, fullgraph=True, backend=counter))
     for lengths in (LENGTHS, [3, 9], [5, 20, 2, 2, 8]):
-        packing, results = Packing.of(lengths, CPU), []
+        sequences, results = PackedSequences.of(lengths, CPU), []
         hidden, *angles = torch.randn(3, 1, sum(lengths), 80)
         hidden.requires_grad_()
         for forward in (compiled, layer):
-            out = forward(hidden, position_embeddings=tuple(angles), packing=packing)
+            out = forward(hidden, position_embeddings=tuple(angles), sequences=sequences)
             results.append((out, *torch.autograd.grad(out.square().sum(), hidden)))
         torch.testing.assert_close(*results)
     assert counter.frame_count == 1
@@ -164,8 +165,8 @@ def test_a_trial_tells_of_a_pass_that_is_wrong_or_fails(kernels, failure, monkey
     ],
 )
 def test_it_is_chosen_where_it_can_be(monkeypatch, settings, width, reason):
-    monkeypatch.setattr(policy, "why_not", lambda device: "")
-    monkeypatch.setattr(policy, "flash4_failure", lambda *_: "")
+    monkeypatch.setattr(attention_backend, "why_not", lambda device: "")
+    monkeypatch.setattr(attention_backend, "flash4_failure", lambda *_: "")
     config = make_model("qwen2", heads=2, kv_heads=1, head_dim=width).config
     found = why_not_flash4(ModelConfig(**{"dtype": "bfloat16", **settings}), config, CPU)
     assert found == reason if not reason else reason in found
@@ -173,8 +174,8 @@ def test_it_is_chosen_where_it_can_be(monkeypatch, settings, width, reason):
 
 def test_where_its_trial_fails_it_is_not_chosen_and_refused_where_it_was_asked_for(monkeypatch):
     asked = []
-    monkeypatch.setattr(policy, "why_not", lambda device: "")
-    monkeypatch.setattr(policy, "flash4_failure", lambda *given: asked.append(given) or "its kernels fail")
+    monkeypatch.setattr(attention_backend, "why_not", lambda device: "")
+    monkeypatch.setattr(attention_backend, "flash4_failure", lambda *given: asked.append(given) or "its kernels fail")
     config = make_model("qwen2", heads=4, kv_heads=2, head_dim=64).config
     assert why_not_flash4(ModelConfig(dtype="bfloat16"), config, CPU) == "its kernels fail"
     with pytest.raises(ConfigError, match=r"model\.attention=flash4 cannot be: its kernels fail\. Use auto or torch"):

@@ -11,15 +11,20 @@ import transformers
 from examples.countdown import make_model
 from grpo.algorithm import AlgorithmConfig
 from grpo.batch import jagged, make_batch
+from tests.workers.conftest import prompts_of
 from workers.actor import ActorConfig, ActorWorker
+from workers.engines.config import RolloutConfig
 from workers.engines.torch_engine import TorchEngine
+from workers.guards import expect_current
+from workers.microbatch import MicroBatch
+from workers.models.hub import ModelConfig
 from workers.parallel import logprobs as logprobs_module
-from workers.parallel.attention import Packing, packed_attention
+from workers.parallel.attention import PackedSequences, packed_attention
 from workers.parallel.flash4 import why_not
 from workers.parallel.logprobs import Head, head_logprobs, head_loss
-from workers.parallel.mesh import join, make_training_layout, pick_device
-from workers.parallel.policy import ModelConfig, load_policy
-from workers.rollout import RolloutConfig, RolloutWorker
+from workers.parallel.mesh import join, make_inference_layout, make_training_layout, pick_device
+from workers.parallel.policy import load_policy
+from workers.rollout import RolloutWorker
 from workers.sharding import ShardingManager
 
 pytestmark = pytest.mark.gpu
@@ -55,11 +60,15 @@ def sequences() -> tuple[torch.Tensor, list[int], torch.Tensor]:
     return tokens, lengths, mask
 
 
+def micro_batch(device, tokens, lengths, mask):
+    fields = {"tokens": tokens, "response_mask": mask}
+    return MicroBatch.of(fields, lengths, torch.device(device), list(range(len(lengths))))
+
+
 def logprobs(policy, device, tokens, lengths, mask):
-    wanted = mask.nonzero()[:, 0]
+    micro = micro_batch(device, tokens, lengths, mask)
     with torch.no_grad():
-        answers = torch.stack(policy(tokens.to(device), lengths, wanted.to(device), 0.9)).cpu()
-    return torch.zeros(2, len(tokens)).index_copy(1, wanted, answers)
+        return torch.stack([torch.cat(list(micro.unpack(values).values())) for values in policy(micro, 0.9)])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -89,8 +98,8 @@ def test_attention_and_its_gradients_are_as_near_to_float64_as_bfloat16_is(atten
     results = []
     for device, dtype in (("cuda", torch.bfloat16), ("cpu", torch.float64)):
         inputs = [x.to(device, dtype).requires_grad_() for x in heads]
-        packing = Packing.of(lengths, torch.device(device))
-        out = packed_attention(*inputs, width**-0.5, packing, by_flash4=attention == "flash4")
+        sequences = PackedSequences.of(lengths, torch.device(device))
+        out = packed_attention(*inputs, width**-0.5, sequences, by_flash4=attention == "flash4")
         grads = torch.autograd.grad(out, inputs, direction.to(device, dtype))
         results.append([x.detach().double().cpu() for x in (out, *grads)])
     for ours, expected in zip(*results, strict=True):
@@ -141,12 +150,14 @@ def test_after_an_update_the_engine_samples_from_the_actors_weights(dtype, model
     metrics = actor.update(make_batch({**fields, "group": torch.arange(len(lengths))}))
     assert metrics["grad_norm"] > 0
     engine = TorchEngine(model, layout.device)
-    rollout = RolloutWorker(RolloutConfig(max_response_tokens=64), engine, layout, (1,), seed=0)
-    prompts = make_batch({"tokens": jagged([torch.arange(2, 9), torch.arange(40, 43)])})
+    rollout = RolloutWorker(
+        RolloutConfig(max_response_tokens=64), engine, make_inference_layout(layout.device), (1,), seed=0
+    )
+    prompts = prompts_of(range(2, 9), range(40, 43))
     sharding = ShardingManager(actor, rollout)
     with sharding.serving():
         samples = rollout.generate(prompts, 16)
-    sharding.expect_current(samples)
+    expect_current(samples, actor.version)
     for name, parameter in actor.policy.named_parameters():
         master = parameter.detach().full_tensor()
         assert not torch.equal(master, before[name]) or name.endswith("k_proj.bias")
@@ -194,13 +205,13 @@ def test_compiled_layers_are_not_compiled_again_for_other_lengths(attention, mod
 
 @pytest.mark.parametrize("lengths", [[5], [300, 21, 77], [400] * 60])
 def test_compiled_layers_have_the_gradients_of_eager_ones(lengths, models, layouts):
-    tokens = torch.randint(2, 100, (sum(lengths),), generator=torch.Generator().manual_seed(0)).cuda()
-    wanted = torch.cat([torch.arange(n) >= 1 for n in lengths]).nonzero()[:, 0].cuda()
+    tokens = torch.randint(2, 100, (sum(lengths),), generator=torch.Generator().manual_seed(0))
+    micro = micro_batch("cuda", tokens, lengths, torch.cat([torch.arange(n) >= 1 for n in lengths]))
     grads = []
-    for fuse in (True, False):
+    for compiled in (True, False):
         config = ModelConfig(path=str(models / "qwen3"), dtype="float32")
-        policy = load_policy(config, layouts["cuda"], fuse=fuse)
-        logprobs, entropy = policy(tokens, lengths, wanted, 0.9)
+        policy = load_policy(config, layouts["cuda"], compiled=compiled)
+        logprobs, entropy = policy(micro, 0.9)
         (logprobs.sum() + entropy.square().sum()).backward()
         grads.append({name: parameter.grad.full_tensor() for name, parameter in policy.weights().items()})
     for name, grad in grads[0].items():
@@ -236,14 +247,14 @@ def test_the_kernels_of_the_head_compute_what_its_functions_do(count, vocabulary
     logits = 5 * torch.randn(count, vocabulary, generator=random)
     targets = torch.randint(vocabulary, (count,), generator=random)
     targets[1] = -1  # of another slice of the vocabulary
-    sums = logprobs_module._summarize(logits, targets, 1.25, entropy)
-    found = head_kernels.summarize(logits.cuda(), targets.cuda(), 1.25, entropy)
+    sums = logprobs_module._softmax_sums(logits, targets, 1.25, entropy)
+    found = head_kernels.softmax_sums(logits.cuda(), targets.cuda(), 1.25, entropy)
     torch.testing.assert_close(found.cpu(), sums, rtol=1e-4, atol=1e-5)
     per_token = torch.stack([sums[0] + sums[1].log(), *torch.randn(3, count, generator=random)])
-    slope, found = logits.clone(), logits.cuda()
-    logprobs_module._to_slope(slope, targets, per_token, 1.25, entropy)
-    head_kernels.to_slope(found, targets.cuda(), per_token.cuda(), 1.25, entropy)
-    torch.testing.assert_close(found.cpu(), slope, rtol=1e-4, atol=1e-6)
+    grads, found = logits.clone(), logits.cuda()
+    logprobs_module._logits_to_grads(grads, targets, per_token, 1.25, entropy)
+    head_kernels.logits_to_grads(found, targets.cuda(), per_token.cuda(), 1.25, entropy)
+    torch.testing.assert_close(found.cpu(), grads, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("inside", [True, False])
@@ -251,13 +262,13 @@ def test_the_head_of_many_tokens_takes_at_most_two_gib(inside):
     count, vocab, width = 32768, 151936, 1536
     hidden = torch.randn(count, width, device="cuda", dtype=torch.bfloat16).requires_grad_()
     weight = (torch.randn(vocab, width, device="cuda") * 0.05).bfloat16().requires_grad_()
-    head = Head(weight, torch.randint(0, vocab, (count,), device="cuda"), 1.0, fuse=True)
+    head = Head(weight, torch.randint(0, vocab, (count,), device="cuda"), 1.0, compiled=True)
     for _ in range(2):
         hidden.grad = weight.grad = None
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         if inside:
-            head_loss(hidden, head, lambda logprobs, entropy, here: logprobs.sum()).backward()
+            head_loss(hidden, head, lambda logprobs, entropy, chunk: logprobs.sum()).backward()
         else:
             head_logprobs(hidden, head)[0].sum().backward()
         gradients = hidden.grad.nbytes + weight.grad.nbytes

@@ -14,12 +14,13 @@ import torch.distributed as dist
 
 from examples.countdown import make_model
 from grpo.algorithm import AlgorithmConfig
-from grpo.batch import jagged, make_batch
+from tests.workers.conftest import prompts_of
 from tests.workers.engine_probe import PROMPTS
 from workers.actor import ActorConfig, ActorWorker
-from workers.parallel.mesh import join, make_training_layout, pick_device
-from workers.parallel.policy import ModelConfig
-from workers.rollout import RolloutConfig, RolloutWorker, make_engine
+from workers.engines.config import RolloutConfig
+from workers.models.hub import ModelConfig
+from workers.parallel.mesh import join, make_inference_layout, make_training_layout, pick_device
+from workers.rollout import RolloutWorker, make_engine
 from workers.sharding import ShardingManager
 
 pytestmark = [pytest.mark.gpu, pytest.mark.sglang, pytest.mark.timeout(580)]
@@ -85,10 +86,11 @@ def test_memory_that_is_short_at_wake_up_is_said_with_a_table_and_a_dead_engine_
         sglang={"attention_backend": "triton"},
         max_response_tokens=16,
     )
-    engine = make_engine(model, config, layout, seed=0)
+    engines = make_inference_layout(device)
+    engine = make_engine(model, config, engines, seed=0)
     actor = ActorWorker(model, ActorConfig(), AlgorithmConfig(), layout, 1.0, 10)
-    sharding = ShardingManager(actor, RolloutWorker(config, engine, layout, (1,), seed=0))
-    prompts = make_batch({"tokens": jagged([torch.tensor([5, 6, 7])] * 4)})
+    sharding = ShardingManager(actor, RolloutWorker(config, engine, engines, (1,), seed=0))
+    prompts = prompts_of(*[[5, 6, 7]] * 4)
     with sharding.serving():
         assert len(sharding.rollout.generate(prompts, 2)) == 8
     hog = torch.empty(torch.cuda.mem_get_info()[0] - 2**30, dtype=torch.uint8, device=device)
@@ -103,7 +105,7 @@ def test_memory_that_is_short_at_wake_up_is_said_with_a_table_and_a_dead_engine_
     torch.cuda.empty_cache()
     with sharding.serving():
         assert len(sharding.rollout.generate(prompts, 2)) == 8
-    engine.kill()
+    engine.process.kill()
     del sharding, actor
     torch.cuda.empty_cache()
     assert free_before - torch.cuda.mem_get_info()[0] < 2**30

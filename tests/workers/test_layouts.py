@@ -1,4 +1,4 @@
-"""The same step on every layout: data-parallel parts x tensor-parallel slices, with and without replicas.
+"""The same step on every layout: dp_size x tp_size, with and without replicas.
 
 One process (1, 1) is the reference; it agrees with transformers, and every other layout agrees with it.
 """
@@ -16,6 +16,7 @@ from examples.countdown import make_model
 from grpo.batch import lengths_of
 from grpo.packing import balance, pack
 from tests.workers.layout_probe import COMPILED, TEMPERATURE, ragged_batch
+from workers.models import family_of
 from workers.parallel.flops import Flops
 
 KINDS = {f"{kind}{'-tied' * tied}": (kind, tied) for kind in ("qwen2", "qwen3", "llama") for tied in (False, True)}
@@ -36,15 +37,14 @@ def models(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def run_probe(models, tmp_path_factory):
-    """Results by "KIND-PARTS-SLICES-rREPLICAS", from one launch for each number of processes, made when asked for."""
+    """Results by "KIND-DP_SIZE-TP_SIZE-rREPLICAS"; the processes of each number are launched when asked for."""
     out, done = tmp_path_factory.mktemp("layouts"), set()
 
     def get(kind: str, layout: str, processes: int) -> dict:
         if processes not in done:
-            probe = Path(__file__).with_name("layout_probe.py")
             command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
             subprocess.run(
-                [*command, str(probe), str(models), str(out), *CUTS[processes]],
+                [*command, "-m", "tests.workers.layout_probe", str(models), str(out), *CUTS[processes]],
                 check=True,
                 timeout=280,
                 env=os.environ | {"OMP_NUM_THREADS": "1"},
@@ -66,13 +66,13 @@ def test_one_process_agrees_with_transformers(kind, models, run_probe):
             logp = (model(tokens[None]).logits[0, :-1] / TEMPERATURE).log_softmax(-1)
             row = logp.gather(1, tokens[1:, None])[:, 0]
             expected.append(torch.cat([torch.zeros(1), row]) * mask)
-    torch.testing.assert_close(run_probe(kind, "1-1-r1", 1)["logprobs"], torch.cat(expected), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(run_probe(kind, "1-1-r1", 1)["old_logprobs"], torch.cat(expected), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("kind", "layout"), MADE)
 def test_layouts_agree(kind, layout, run_probe):
     one, many = run_probe(kind, "1-1-r1", 1), run_probe(kind, layout, LAYOUTS[layout])
-    for name in ("logprobs", "ref_logprobs"):
+    for name in ("old_logprobs", "ref_logprobs"):
         torch.testing.assert_close(many[name], one[name], rtol=1e-5, atol=1e-5)
     for name in ("loss", "grad_norm", "entropy", "kl", "clip/low", "clip/high", "ratio/max", "tokens/response"):
         assert many["metrics"][name] == pytest.approx(one["metrics"][name], rel=1e-5), name
@@ -87,27 +87,31 @@ def test_layouts_agree(kind, layout, run_probe):
             assert difference <= 1e-5, (tensors, name)
 
 
+def work_of_ranks(lengths: list[int], dp_size: int, flops: Flops) -> list[list[int]]:
+    """The operations of each micro-batch of each rank, for samples of these lengths with prompts of 4 tokens."""
+    shares = [[lengths[i] for i in rows] for rows in balance([flops.cost(n) for n in lengths], dp_size)]
+    passes = max(len(pack(share, 128)) for share in shares)
+    return [
+        [flops.forward([n[i] for i in rows], sum(n[i] - 4 for i in rows)) for rows in pack(n, 128, passes, flops.cost)]
+        for n in shares
+    ]
+
+
 @pytest.mark.parametrize("layout", ["1-1-r1", "2-1-r1", "1-2-r1", "2-1-r2", "2-2-r1", "4-1-r1"])
 def test_balance_and_bubble_are_those_of_the_ranks_micro_batches(layout, models, run_probe):
-    flops = Flops.of(transformers.AutoConfig.from_pretrained(models / "policy" / "qwen2"))
-    lengths, parts = lengths_of(ragged_batch()[0]["tokens"]), int(layout[0])
+    flops = family_of(transformers.AutoConfig.from_pretrained(models / "policy" / "qwen2")).flops()
+    lengths, dp_size = lengths_of(ragged_batch()[0]["tokens"]), int(layout[0])
     balances, bubbles = [], []
+    # Two minibatches, of half the groups of four samples each.
     for groups in torch.randperm(6, generator=torch.Generator().manual_seed(0)).chunk(2):
-        mine = [lengths[4 * group + i] for group in sorted(groups.tolist()) for i in range(4)]
-        shards = [[mine[i] for i in part] for part in balance([flops.cost(n) for n in mine], parts)]
-        passes = max(len(pack(shard, 128)) for shard in shards)
-        work = [
-            [flops.forward([shard[i] for i in rows], sum(shard[i] - 4 for i in rows)) for rows in plan]
-            for shard in shards
-            for plan in [pack(shard, 128, passes, flops.cost)]
-        ]
-        total = sum(map(sum, work)) / parts
-        balances.append(total / max(map(sum, work)))
-        bubbles.append(1 - total / sum(map(max, zip(*work, strict=True))))
+        work = work_of_ranks([n for g in sorted(groups.tolist()) for n in lengths[4 * g : 4 * g + 4]], dp_size, flops)
+        mean = sum(map(sum, work)) / dp_size
+        balances.append(mean / max(map(sum, work)))
+        bubbles.append(1 - mean / sum(map(max, zip(*work, strict=True))))
     metrics = run_probe("qwen2", layout, LAYOUTS.get(layout, 1))["metrics"]
     assert metrics["perf/update_balance"] == pytest.approx(sum(balances) / 2)
     assert metrics["perf/update_bubble"] == pytest.approx(sum(bubbles) / 2, abs=1e-9)
-    assert (sum(bubbles) > 0) == (parts > 1)
+    assert (sum(bubbles) > 0) == (dp_size > 1)
 
 
 @pytest.mark.parametrize("kind", COMPILED)

@@ -35,13 +35,13 @@ def assert_agree(result, expected, tolerance=1e-5):
 @pytest.mark.parametrize("way", WAYS)
 def test_values_and_gradients_are_those_of_the_full_softmax(way, temperature, chunk):
     given = head_problem()
-    assert_agree(way(given, temperature, chunk=chunk), full_softmax(given, temperature))
+    assert_agree(way(given, temperature, chunk_size=chunk), full_softmax(given, temperature))
 
 
 def test_without_the_entropy_the_log_probabilities_are_the_same():
     given = head_problem() | {"of_entropy": torch.zeros(37)}
     hidden, weight = given["hidden"].clone().requires_grad_(), given["weight"].clone().requires_grad_()
-    logprobs, entropy = head_logprobs(hidden, Head(weight, given["targets"], 0.7, chunk=10), entropy=False)
+    logprobs, entropy = head_logprobs(hidden, Head(weight, given["targets"], 0.7, chunk_size=10), entropy=False)
     assert entropy is None
     (logprobs @ given["of_logprobs"]).backward()
     found = {"logprobs": logprobs.detach(), "hidden": hidden.grad, "weight": weight.grad}
@@ -54,13 +54,13 @@ def test_each_result_has_its_own_gradient(alone):
     given = head_problem(seed=1)
     for name in {"of_logprobs", "of_entropy"} - {alone}:
         given[name] = torch.zeros_like(given[name])
-    assert_agree(plain_head(given, 0.7, chunk=10), full_softmax(given, 0.7))
+    assert_agree(plain_head(given, 0.7, chunk_size=10), full_softmax(given, 0.7))
 
 
 def test_large_logits_do_not_overflow():
     given = head_problem()
     given["hidden"] = given["hidden"] * 300
-    result, expected = plain_head(given, 1.0, chunk=10), full_softmax(given, 1.0)
+    result, expected = plain_head(given, 1.0, chunk_size=10), full_softmax(given, 1.0)
     assert expected["logprobs"].min() < -500
     for name in ("logprobs", "entropy", "hidden"):
         torch.testing.assert_close(result[name].double(), expected[name], rtol=1e-4, atol=2e-3)
@@ -86,7 +86,7 @@ def test_the_logits_of_all_tokens_are_never_held_at_once(way):
             return result
 
     with Watch():
-        way(head_problem(count=200, vocab=500), 1.0, chunk=10)
+        way(head_problem(count=200, vocab=500), 1.0, chunk_size=10)
     assert max(held) < 2 * 500 * 16  # the head itself; 200 tokens' logits would be 100000
 
 
@@ -95,8 +95,8 @@ def test_a_frozen_head_gets_no_gradient_and_none_is_computed(inside):
     given, shapes = head_problem(), []
     hidden, head = given["hidden"].clone().requires_grad_(), Head(given["weight"].detach(), given["targets"], 0.7)
 
-    def loss(logprobs, entropy, here):
-        return logprobs @ given["of_logprobs"][here] + entropy @ given["of_entropy"][here]
+    def loss(logprobs, entropy, chunk):
+        return logprobs @ given["of_logprobs"][chunk] + entropy @ given["of_entropy"][chunk]
 
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):

@@ -14,10 +14,10 @@ from grpo.config import ConfigError
 from tests.workers.layout_probe import TEMPERATURE, ragged_batch
 from tests.workers.lora_probe import LORA, make_workers, step, whole
 from workers.actor import ActorConfig
+from workers.models.hub import ModelConfig
 from workers.parallel import lora as lora_module
 from workers.parallel import policy as policy_module
 from workers.parallel.lora import TARGETS, LoraConfig, adapters_of
-from workers.parallel.policy import ModelConfig
 
 
 @pytest.fixture(scope="module", params=["qwen2", "qwen3", "llama"])

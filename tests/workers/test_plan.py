@@ -19,13 +19,17 @@ from examples.countdown import make_model
 from tests.workers.plan_probe import counts
 from workers import plan
 from workers.actor import ActorConfig
+from workers.memory import SharedMemory
+from workers.microbatch import MicroBatch
+from workers.models import family_of
+from workers.models.hub import ModelConfig
 from workers.parallel import attention, policy
-from workers.parallel.attention import Packing, packed_class, rotary_angles
+from workers.parallel.attention import PackedSequences, packed_class, rotary_angles
 from workers.parallel.lora import LoraConfig
-from workers.parallel.policy import ModelConfig, load_policy
-from workers.plan import Job, Peaks, Weights, advice, most_memory_fraction, most_tokens, predict
+from workers.parallel.policy import load_policy
+from workers.peaks import Peaks
+from workers.plan import Job, Weights, advice, most_memory_fraction, most_tokens, predict
 from workers.rollout import RolloutConfig
-from workers.sharding import ShardingManager
 
 KINDS = {"qwen2": False, "qwen2-tied": True, "qwen3": True, "llama": False, "llama-odd": False}
 """Tied or not. Two do not divide the rows of the odd one, which only shards may do."""
@@ -64,24 +68,24 @@ def two_processes(models, tmp_path_factory) -> Path:
 def test_parameters_are_counted_as_one_process_holds_them(kind, models, layout, monkeypatch):
     monkeypatch.setattr(policy, "SMALLEST_UNIT", 0)
     weights = Weights.of(transformers.AutoConfig.from_pretrained(models / kind), 1, 1)
-    assert counts(models / kind, layout) == {name: getattr(weights, name) for name in ("held", "layer", "root")}
+    assert counts(models / kind, layout) == {name: getattr(weights, name) for name in ("local", "layer", "root")}
 
 
 @pytest.mark.parametrize(
-    ("kind", "shards", "slices"),
+    ("kind", "dp_shard", "tp_size"),
     [(kind, 2, 1) for kind in KINDS] + [(kind, 1, 2) for kind in KINDS if "odd" not in kind],
 )
-def test_parameters_are_counted_as_two_processes_hold_them(kind, shards, slices, models, two_processes, monkeypatch):
+def test_parameters_are_counted_as_two_processes_hold_them(kind, dp_shard, tp_size, models, two_processes, monkeypatch):
     monkeypatch.setattr(policy, "SMALLEST_UNIT", 0)
-    weights = Weights.of(transformers.AutoConfig.from_pretrained(models / kind), shards, slices)
-    seen = torch.load(two_processes / f"{kind}-2-{slices}.pt", weights_only=False)
-    assert seen == {name: getattr(weights, name) for name in ("held", "layer", "root")}
+    weights = Weights.of(transformers.AutoConfig.from_pretrained(models / kind), dp_shard, tp_size)
+    seen = torch.load(two_processes / f"{kind}-2-{tp_size}.pt", weights_only=False)
+    assert seen == {name: getattr(weights, name) for name in ("local", "layer", "root")}
 
 
 def test_small_layers_are_gathered_with_the_embeddings(models):
     config = transformers.AutoConfig.from_pretrained(models / "qwen3")
     weights = Weights.of(config, 2, 1)
-    assert (weights.layer, weights.root) == (0, weights.whole)
+    assert (weights.layer, weights.root) == (0, weights.total)
 
 
 # activations
@@ -119,19 +123,20 @@ def as_on_cuda(monkeypatch):
     monkeypatch.setattr(attention, "packed_attention", lambda q, k, v, *_: varlen(q, k, v)[0])
 
 
-def saved_by_a_layer(kind: str, dtype: torch.dtype, fuse: bool) -> tuple[float, transformers.PretrainedConfig]:
+def saved_by_a_layer(kind: str, dtype: torch.dtype, compiled: bool) -> tuple[float, transformers.PretrainedConfig]:
     """Bytes of storages other than parameters and the shared angles that one layer saves for each token."""
     model = make_model(kind, hidden=64, heads=8, kv_heads=2, head_dim=16, feed_forward=192).to(dtype)
     layer, tokens, saved = model.model.layers[0], 96, {}
-    layer.self_attn.__class__ = packed_class(type(layer.self_attn), flash4=False)
+    attention = family_of(model.config).attention
+    layer.self_attn.__class__ = packed_class(type(layer.self_attn), attention, flash4=False)
     forward = layer.forward
-    if fuse:
+    if compiled:
         # The passes that torch.compile's default takes, without compiling kernels.
         torch._dynamo.reset()
         forward = torch.compile(forward, dynamic=True, backend="aot_eager_decomp_partition")
     hidden = torch.randn(1, tokens, 64, dtype=dtype, requires_grad=True)
-    packing = Packing.of([tokens], torch.device("cpu"))
-    angles = rotary_angles(*model.model.rotary_emb(hidden, packing.positions[None]))
+    sequences = PackedSequences.of([tokens], torch.device("cpu"))
+    angles = rotary_angles(*model.model.rotary_emb(hidden, sequences.positions[None]))
     shared = {tensor.untyped_storage().data_ptr() for tensor in [*model.parameters(), *angles]}
 
     def pack(tensor):
@@ -141,17 +146,17 @@ def saved_by_a_layer(kind: str, dtype: torch.dtype, fuse: bool) -> tuple[float, 
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        out = forward(hidden, position_embeddings=angles, packing=packing)
+        out = forward(hidden, position_embeddings=angles, sequences=sequences)
     assert out.requires_grad
     return sum(storage.nbytes() for storage in saved.values()) / tokens, model.config
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("fuse", [False, True])
-def test_a_layer_saves_what_the_formula_says(kind, dtype, fuse, as_on_cuda):
-    saved, config = saved_by_a_layer(kind, dtype, fuse)
-    assert plan.activations(config, 1, dtype, fuse) == pytest.approx(saved, rel=0.02)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_layer_saves_what_the_formula_says(kind, dtype, compiled, as_on_cuda):
+    saved, config = saved_by_a_layer(kind, dtype, compiled)
+    assert family_of(config).activations(1, dtype, compiled) == pytest.approx(saved, rel=0.02)
 
 
 class Live(TorchDispatchMode):
@@ -187,22 +192,22 @@ def job_like(config, **changes) -> Job:
 
 def learn(model: policy.Policy, micros: int, samples: int = 8, length: int = 128) -> Live:
     """`micros` passes there and back over samples x length tokens each, the last of which reduces the gradients."""
-    tokens, lengths, wanted = packed(samples, length)
-    live = Live()
+    micro, live = packed(samples, length), Live()
     with live:
-        for micro in range(micros):
-            model.set_requires_gradient_sync(micro == micros - 1)
-            model(tokens, lengths, wanted, 1.0, loss=lambda logprobs, entropy, here: logprobs.sum()).backward()
+        for i in range(micros):
+            model.set_requires_gradient_sync(i == micros - 1)
+            model(micro, 1.0, loss=lambda logprobs, entropy, chunk: logprobs.sum()).backward()
     return live
 
 
-def packed(samples: int, length: int) -> tuple[torch.Tensor, list[int], torch.Tensor]:
-    wanted = torch.cat([torch.arange(1, length) + length * i for i in range(samples)])
-    return torch.randint(2, 118, (samples * length,)), [length] * samples, wanted
+def packed(samples: int, length: int) -> MicroBatch:
+    mask = (torch.arange(length) > 0).repeat(samples)
+    fields = {"tokens": torch.randint(2, 118, (len(mask),)), "response_mask": mask}
+    return MicroBatch.of(fields, [length] * samples, torch.device("cpu"), list(range(samples)))
 
 
 def working(parts: dict[str, int]) -> int:
-    """The bytes of a phase beyond what is held throughout."""
+    """The bytes of a phase beyond what is stored throughout."""
     return sum(parts.get(what, 0) for what in ("gathered", "activations", "gradients", "head"))
 
 
@@ -243,53 +248,37 @@ def test_gradients_and_gathered_weights_of_an_update_are_predicted(micros, resha
 
 def test_logprobs_take_what_is_predicted(wide, layout, as_on_cuda):
     model = wide("qwen2", layout, {"feed_forward": 512}, trains=False)
-    live = Live()
+    micro, live = packed(8, 128), Live()
     with live, torch.no_grad():
-        model(*packed(8, 128), 1.0, entropy=False)
+        model(micro, 1.0, entropy=False)
     actor = ActorConfig(max_tokens_per_microbatch=1024, reshard=True)
     parts = predict(job_like(model.causal_lm.config, actor=actor, reference=True))["ref"]
     assert working(parts) == pytest.approx(live.most, rel=0.1)
 
 
-def test_where_it_is_not_said_one_shard_keeps_its_weights_in_the_compute_type_and_several_free_them():
-    config, adapters = qwen("1.5b"), LoraConfig(rank=8)
-    kept, freed = (ActorConfig(reshard=reshard) for reshard in (False, True))
-    for shards, said, unsaid in [
-        (1, kept, ActorConfig()),
-        (4, freed, ActorConfig()),
-        (1, freed, ActorConfig(lora=adapters)),
-    ]:
-        gathered = [
-            predict(job_like(config, actor=actor, shards=shards))["update"]["gathered"] for actor in (said, unsaid)
-        ]
-        assert gathered[0] == gathered[1]
+@pytest.mark.parametrize(("dp_shard", "rank", "reshard"), [(1, 0, False), (4, 0, True), (1, 8, True)])
+def test_by_default_one_shard_keeps_gathered_weights_and_several_or_adapters_free_them(dp_shard, rank, reshard):
+    default, chosen = ActorConfig(lora=LoraConfig(rank=rank)), ActorConfig(reshard=reshard)
+    jobs = [job_like(qwen("1.5b"), actor=actor, dp_shard=dp_shard) for actor in (default, chosen)]
+    assert predict(jobs[0])["update"]["gathered"] == predict(jobs[1])["update"]["gathered"]
 
 
 # known models
 
 
-SHAPES = {
-    "1.5b": {"hidden": 1536, "layers": 28, "heads": 12, "kv_heads": 2, "feed_forward": 8960, "vocab": 151936},
-    "7b": {"hidden": 3584, "layers": 28, "heads": 28, "kv_heads": 4, "feed_forward": 18944, "vocab": 152064},
-}
+SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")
+SHAPES = {"1.5b": (151936, 1536, 28, 12, 2, 8960), "7b": (152064, 3584, 28, 28, 4, 18944)}
 
 
 def qwen(size: str) -> transformers.PretrainedConfig:
-    shape = SHAPES[size]
-    return transformers.Qwen2Config(
-        hidden_size=shape["hidden"],
-        num_hidden_layers=shape["layers"],
-        num_attention_heads=shape["heads"],
-        num_key_value_heads=shape["kv_heads"],
-        intermediate_size=shape["feed_forward"],
-        vocab_size=shape["vocab"],
-        tie_word_embeddings=size == "1.5b",
-    )
+    vocab, *sizes = SHAPES[size]
+    sizes = dict(zip(SIZES, sizes, strict=True))
+    return transformers.Qwen2Config(vocab_size=vocab, tie_word_embeddings=size == "1.5b", **sizes)
 
 
-def on_h200(size: str, shards: int = 1, actor: dict | None = None, rollout: dict | None = None, **changes) -> Job:
+def on_h200(size: str, dp_shard: int = 1, actor: dict | None = None, rollout: dict | None = None, **changes) -> Job:
     settings = {"actor": ActorConfig(**(actor or {})), "rollout": RolloutConfig(engine="sglang", **(rollout or {}))}
-    usual = {"shards": shards, "samples": 64, "longest": 2048, "fuse": True}
+    usual = {"dp_shard": dp_shard, "samples": 64, "longest": 2048, "compiled": True}
     return job_like(qwen(size), **usual | settings | changes)
 
 
@@ -303,23 +292,24 @@ def test_what_rests_is_sixteen_bytes_a_parameter_less_the_gradients_over_the_sha
 
 
 @pytest.mark.parametrize(
-    ("fuse", "reshard", "measured"), [(False, True, 69.5), (True, True, 51.4), (True, False, 53.8)]
+    ("compiled", "reshard", "measured"), [(False, True, 69.5), (True, True, 51.4), (True, False, 53.8)]
 )
-def test_an_update_of_the_smaller_one_on_one_h200_took_what_is_predicted(fuse, reshard, measured):
+def test_an_update_of_the_smaller_one_on_one_h200_took_what_is_predicted(compiled, reshard, measured):
     # python -m benchmarks.update: 16 sequences of 1024 tokens in one micro-batch.
-    job = on_h200("1.5b", actor={"reshard": reshard}, fuse=fuse, samples=16, longest=1024)
+    job = on_h200("1.5b", actor={"reshard": reshard}, compiled=compiled, samples=16, longest=1024)
     assert sum(predict(job)["update"].values()) / GIB == pytest.approx(measured, rel=0.02)
 
 
 @pytest.mark.parametrize(("release", "left"), [("auto", 0), ("kv", 3_087_428_608), ("none", H200 // 2)])
-def test_the_engine_is_there_as_far_as_it_is_not_released(release, left):
-    job = on_h200("1.5b", rollout={"release": release, "bucket_megabytes": 100})
+def test_the_engine_is_there_as_far_as_it_is_not_released(release, left, monkeypatch):
+    monkeypatch.setattr(plan, "BUCKET_BYTES", 100 * 2**20)
+    job = on_h200("1.5b", rollout={"release": release})
     phases = predict(job)
     assert [phases[name]["SGLang"] for name in ("rest", "update")] == [left, left]
     assert phases["sync"]["SGLang"] == max(left, 3_087_428_608)
     assert phases["rollout"]["SGLang"] == H200 // 2
     assert phases["sync"]["buckets"] == 2 * 151936 * 1536  # the embeddings are larger than a bucket
-    phases = predict(dataclasses.replace(job, shards=2))
+    phases = predict(dataclasses.replace(job, dp_shard=2))
     assert phases["sync"]["buckets"] == 2 * 2 * 151936 * 1536
 
 
@@ -346,11 +336,12 @@ def test_the_largest_settings_fit_and_larger_ones_do_not(size, shards):
     job, room = on_h200(size, shards), H200 * (1 - plan.MARGIN)
     tokens, fraction = most_tokens(job, job.weights()), most_memory_fraction(job, job.weights())
     assert tokens % 1024 == 0
-    assert largest(job.with_settings({"max_tokens_per_microbatch": tokens}, {"memory_fraction": fraction})) <= room
-    assert largest(job.with_settings({"max_tokens_per_microbatch": tokens + 1024})) > room or tokens == job.learned
-    assert largest(job.with_settings(rollout={"memory_fraction": fraction + 0.05})) > room
+    fitting = job.having("actor", max_tokens_per_microbatch=tokens).having("rollout", memory_fraction=fraction)
+    assert largest(fitting) <= room
+    assert largest(job.having("actor", max_tokens_per_microbatch=tokens + 1024)) > room or tokens == job.learned
+    assert largest(job.having("rollout", memory_fraction=fraction + 0.05)) > room
     limits = f"actor.max_tokens_per_microbatch={tokens}, rollout.memory_fraction={fraction:g}"
-    assert advice(job.with_settings({"max_tokens_per_microbatch": 2048})) == [
+    assert advice(job.having("actor", max_tokens_per_microbatch=2048)) == [
         f"It fits. The largest that would, each alone: {limits}."
     ]
 
@@ -436,10 +427,9 @@ def test_what_the_engine_keeps_is_decided_by_the_fullest_moment_also_after_a_loo
         allocator.use(0, fullest * GIB)
         allocator.use(0, 20 * GIB)
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (110 * GIB, 131 * GIB))
-    manager = object.__new__(ShardingManager)
-    on_cuda = SimpleNamespace(layout=SimpleNamespace(device=torch.device("cuda")), version=1)
-    manager.actor, manager.rollout, manager.peaks = on_cuda, SimpleNamespace(config=RolloutConfig()), peaks
-    manager.first_version, manager.release = 0, "kv+weights"
-    manager.kv_bytes, manager.weight_bytes = 40 * GIB, 3 * GIB
-    manager._choose_release()
-    assert manager.release == release
+    memory = object.__new__(SharedMemory)
+    memory.actor, memory.peaks, memory.device = SimpleNamespace(version=1), peaks, torch.device("cuda")
+    memory.chosen, memory.first_version, memory.release = "auto", 0, "kv+weights"
+    memory.kv_bytes, memory.weight_bytes = 40 * GIB, 3 * GIB
+    memory.choose_release()
+    assert memory.release == release

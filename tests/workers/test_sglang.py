@@ -3,6 +3,7 @@
 bash tests/run.sh -m sglang
 """
 
+import asyncio
 import dataclasses
 import os
 import re
@@ -19,9 +20,10 @@ from examples.countdown import make_model
 from grpo.config import ConfigError
 from tests.workers.conftest import answers_of, buckets_of
 from tests.workers.engine_probe import PROMPTS as PROBED
+from workers.engines.config import RolloutConfig
 from workers.engines.protocol import KV_CACHE, WEIGHTS, EngineFailure, Sampling
-from workers.parallel.policy import ModelConfig
-from workers.rollout import RolloutConfig, make_engine
+from workers.models.hub import ModelConfig
+from workers.rollout import make_engine
 
 # Two engines that start at once on two slow cores import for minutes.
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
@@ -29,7 +31,7 @@ pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
 ROOT = Path(__file__).parents[2]
 SIZES = {"hidden": 64, "layers": 2, "heads": 4, "kv_heads": 2, "feed_forward": 96}
 PROMPTS = [[5, 6, 7], [9], [20, 30, 40, 50, 60, 70, 80], [5, 6], [100, 3, 100, 3]]
-SAMPLING = Sampling(1.0, top_p=1.0, top_k=0, min_new_tokens=0, max_new_tokens=12, stop=(), seed=1)
+SAMPLING = Sampling(1.0, top_p=1.0, top_k=0, max_new_tokens=12, stop=(), seed=1)
 
 
 @pytest.fixture(scope="module")
@@ -42,13 +44,11 @@ def qwen3_untied(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def started(layout, qwen3_untied):
+def started(engines, qwen3_untied):
     """The engine, and the environment variables that its start changed."""
     before = dict(os.environ)
-    config = RolloutConfig(
-        engine="sglang", concurrent_samples=16, min_response_tokens=1, stall_seconds=30.0, sglang={"page_size": 1}
-    )
-    engine = make_engine(ModelConfig(path=str(qwen3_untied[1])), config, layout, seed=0)
+    config = RolloutConfig(engine="sglang", concurrent_samples=16, stall_seconds=30.0, sglang={"page_size": 1})
+    engine = make_engine(ModelConfig(path=str(qwen3_untied[1])), config, engines, seed=0)
     yield engine, {name for name in before | dict(os.environ) if before.get(name) != os.environ.get(name)}
     engine.shutdown()
 
@@ -94,11 +94,11 @@ def test_logprobs_are_those_of_transformers_at_the_temperature(engine, qwen3_unt
     assert_logprobs_are_right(qwen3_untied[0], answers, temperature)
     flat = [response for responses in answers for response in responses]
     assert len(flat) == 60
-    assert {response.truncated for response in flat} == {True, False}
+    assert {response.finish_reason for response in flat} == {"stop", "length"}
     for response in flat:
         assert not set(response.tokens[:-1]) & set(stop)
-        assert response.truncated == (response.tokens[-1] not in stop)
-        assert len(response.tokens) == 12 or not response.truncated
+        assert (response.finish_reason == "stop") == (response.tokens[-1] in stop)
+        assert len(response.tokens) == 12 or response.finish_reason == "stop"
     assert len({tuple(response.tokens) for response in flat}) > 40
 
 
@@ -120,43 +120,70 @@ def test_only_allowed_tokens_are_drawn_and_their_logprobs_are_not_renormalised(e
         assert logprob == pytest.approx(float(logp.values[logp.indices == token]), abs=1e-5)
 
 
-def test_no_response_ends_before_it_is_long_enough(engine):
-    stop = tuple(range(60))
-    answers = answers_of(engine, PROMPTS, 4, sampling(stop=stop, min_new_tokens=5))
-    lengths = [len(response.tokens) for responses in answers for response in responses]
-    assert min(lengths) == 6
-    for responses in answers:
-        for response in responses:
-            assert not set(response.tokens[:5]) & set(stop)
+def test_requests_of_one_moment_travel_together_and_each_is_answered_by_itself(engine, qwen3_untied, monkeypatch):
+    messages, generate = [], engine.process.engine.async_generate
+
+    async def counted(**arguments):
+        messages.append(len(arguments["input_ids"]))
+        return await generate(**arguments)
+
+    monkeypatch.setattr(engine.process.engine, "async_generate", counted)
+    ends = []
+
+    async def ask(length):
+        answer = await engine.sample(PROMPTS[0], sampling(max_new_tokens=length))
+        ends.append(len(answer.tokens))
+        if length == 3:
+            await ask(4)
+        return answer
+
+    async def ask_all():
+        return await asyncio.gather(*(ask(length) for length in (300, 3, 3, 20)))
+
+    answers = engine.run(ask_all())
+    # First the prompt that the four share, then their samples; what two of them ask for next goes together or not.
+    assert messages[:2] == [1, 4]
+    assert sum(messages[2:]) in (2, 3)
+    assert [len(answer.tokens) for answer in answers] == [300, 3, 3, 20]
+    assert ends[:2] == [3, 3]
+    assert ends[-1] == 300
 
 
-def test_prompts_are_taken_as_there_is_room_for_their_samples(engine, monkeypatch):
-    taken, answered, at_work, serve = [], [], [], engine._serve
+def test_an_abort_answers_every_request_with_what_it_has_and_the_engine_lives_on(engine, qwen3_untied):
+    async def ask_and_abort():
+        requests = [asyncio.ensure_future(engine.sample(p, sampling(max_new_tokens=480))) for p in PROMPTS]
+        await asyncio.sleep(0.3)
+        late = asyncio.ensure_future(engine.sample(PROMPTS[0], SAMPLING))
+        await asyncio.sleep(0)
+        engine.abort()
+        return await asyncio.gather(*requests), await late, await engine.sample(PROMPTS[0], SAMPLING)
 
-    def counted(prompts, samples, sampling, hand_over):
-        def count(answer):
-            answered.append(answer[0])
-            hand_over(answer)
+    aborted, late, after = engine.run(ask_and_abort())
+    assert {answer.finish_reason for answer in (*aborted, late)} == {"abort"}
+    assert late.tokens == []
+    assert all(0 < len(answer.tokens) == len(answer.logprobs) < 480 for answer in aborted)
+    for prompt, answer in zip(PROMPTS, aborted, strict=True):
+        logp = reference(qwen3_untied[0], prompt, answer.tokens, 1.0)
+        expected = logp[torch.arange(len(answer.tokens)), answer.tokens]
+        torch.testing.assert_close(torch.tensor(answer.logprobs), expected, rtol=0, atol=1e-5)
+    assert (after.finish_reason, len(after.tokens)) == ("length", 12)
 
-        return serve(prompts, samples, sampling, count)
 
-    def prompts():
-        for index in range(10):
-            taken.append(index)
-            at_work.append(len(taken) - len(answered))
-            yield index, PROMPTS[0]
+def test_what_the_callers_coroutine_raises_passes_through_and_the_engine_lives_on(engine):
+    async def fail():
+        await engine.sample(PROMPTS[0], SAMPLING)
+        raise KeyError("mine")
 
-    monkeypatch.setattr(engine, "_serve", counted)
-    done = [index for index, responses in engine.generate(prompts(), 4, SAMPLING) if len(responses) == 4]
-    assert sorted(done) == list(range(10))
-    assert max(at_work) == 4  # 16 samples at once, 4 a prompt
+    with pytest.raises(KeyError, match="mine"):
+        engine.run(fail())
+    assert len(answers_of(engine, PROMPTS, 1, SAMPLING)) == 5
 
 
 def test_asleep_it_does_not_generate_and_released_weights_must_come_again(engine, qwen3_untied):
     engine.sleep((KV_CACHE,))
     assert engine.asleep == {KV_CACHE}
     with pytest.raises(RuntimeError, match="asleep"):
-        next(engine.generate([(0, [5])], 1, SAMPLING))
+        answers_of(engine, [[5]], 1, SAMPLING)
     engine.wake_weights()
     engine.wake()
     assert engine.holds_weights
@@ -167,7 +194,7 @@ def test_asleep_it_does_not_generate_and_released_weights_must_come_again(engine
     engine.wake_weights()
     engine.wake()
     with pytest.raises(RuntimeError, match="has no weights"):
-        next(engine.generate([(0, [5])], 1, SAMPLING))
+        answers_of(engine, [[5]], 1, SAMPLING)
 
 
 @pytest.mark.parametrize(
@@ -186,7 +213,7 @@ def test_an_update_that_does_not_fit_is_refused_and_the_engine_lives_on(engine, 
     with pytest.raises(ValueError, match=says):
         engine.update_weights(buckets_of([*weights.items(), *wrong]))
     with pytest.raises(RuntimeError, match="has no weights"):
-        next(engine.generate([(0, [5])], 1, SAMPLING))
+        answers_of(engine, [[5]], 1, SAMPLING)
     engine.update_weights(buckets_of(qwen3_untied[0].named_parameters()))
     assert_logprobs_are_right(qwen3_untied[0], answers_of(engine, PROMPTS, 1, SAMPLING), 1.0)
 
@@ -207,7 +234,7 @@ def test_a_refusal_is_raised_with_its_message_and_the_engine_lives_on(engine, qw
     async def refuse(*_):
         return False, "the moon is full"
 
-    monkeypatch.setattr(engine.engine.tokenizer_manager, "update_weights_from_tensor", refuse)
+    monkeypatch.setattr(engine.process.engine.tokenizer_manager, "update_weights_from_tensor", refuse)
     with pytest.raises(EngineFailure, match="was refused: the moon is full"):
         engine.update_weights(buckets_of(qwen3_untied[0].named_parameters()))
     monkeypatch.undo()
@@ -217,7 +244,7 @@ def test_a_refusal_is_raised_with_its_message_and_the_engine_lives_on(engine, qw
 
 
 def test_a_model_with_other_weights_is_refused_before_anything_is_sent(engine, qwen3_untied, monkeypatch):
-    monkeypatch.setattr(engine, "names_agree", False)
+    monkeypatch.setattr(engine.transport, "names_agree", False)
     monkeypatch.setitem(engine.shapes, "model.layers.0.extra.weight", torch.Size([3]))
     with pytest.raises(EngineFailure, match=r"do not have the same weights: they differ in 'model.layers.0.extra"):
         engine.update_weights(buckets_of(qwen3_untied[0].named_parameters()))
@@ -327,17 +354,18 @@ import sys
 from pathlib import Path
 import torch
 from tests.workers.test_sglang import hang
-from workers.engines import sglang_engine
-from workers.parallel.mesh import join, make_training_layout
-from workers.parallel.policy import ModelConfig
-from workers.rollout import RolloutConfig, make_engine
+from workers.engines import sglang_process
+from workers.parallel.mesh import join, make_inference_layout
+from workers.models.hub import ModelConfig
+from workers.engines.config import RolloutConfig
+from workers.rollout import make_engine
 
 folder, log = sys.argv[1:]
-sglang_engine.run_scheduler, sglang_engine.START_SECONDS = hang, 40
+sglang_process.run_scheduler, sglang_process.START_SECONDS = hang, 40
 device = torch.device("cpu")
 join(device, 60.0)
 config = RolloutConfig(engine="sglang", concurrent_samples=4)
-make_engine(ModelConfig(path=folder), config, make_training_layout(device), seed=0, log=Path(log))
+make_engine(ModelConfig(path=folder), config, make_inference_layout(device), seed=0, log=Path(log))
 """
 
 

@@ -6,14 +6,17 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-import workers.sharding
 from grpo.algorithm import AlgorithmConfig
 from grpo.batch import jagged, lengths_of, make_batch
+from tests.workers.conftest import prompts_of
 from workers.actor import ActorConfig, ActorWorker
+from workers.engines.config import RolloutConfig
 from workers.engines.torch_engine import TorchEngine
+from workers.guards import expect_current, judge_gap
+from workers.memory import bytes_of
 from workers.parallel.gather import Gatherer
 from workers.ref import RefWorker
-from workers.rollout import RolloutConfig, RolloutWorker
+from workers.rollout import RolloutWorker
 from workers.sharding import ShardingManager, State
 
 
@@ -36,10 +39,10 @@ class WatchedEngine(TorchEngine):
 
 
 @pytest.fixture
-def sharding(layout, model_config):
+def sharding(layout, engines, model_config):
     actor = ActorWorker(model_config, ActorConfig(learning_rate=1e-2), AlgorithmConfig(), layout, 1.0, 10)
     engine = WatchedEngine(model_config, layout.device)
-    rollout = RolloutWorker(RolloutConfig(max_response_tokens=5), engine, layout, (1,), seed=3)
+    rollout = RolloutWorker(RolloutConfig(max_response_tokens=5), engine, engines, (1,), seed=3)
     manager = ShardingManager(actor, rollout)
     # Small enough for the tiny model to need several.
     manager.gatherer = Gatherer(manager.gatherer.parameters, layout, engine.dtype, 8192)
@@ -49,7 +52,7 @@ def sharding(layout, model_config):
 
 @pytest.fixture
 def prompts():
-    return make_batch({"tokens": jagged([torch.tensor([5, 6, 7]), torch.tensor([8])])})
+    return prompts_of([5, 6, 7], [8])
 
 
 def rollout(sharding, prompts):
@@ -132,25 +135,32 @@ def test_samples_carry_the_version_of_their_weights(sharding, prompts):
     first = rollout(sharding, prompts)
     learn(sharding, first)
     second = rollout(sharding, prompts)
-    assert first["version"].tolist() == [0] * 4
-    assert second["version"].tolist() == [1] * 4
+    for version, batch in enumerate((first, second)):
+        assert batch["versions"].values().tolist() == [
+            version if sampled else -1 for sampled in batch["response_mask"].values()
+        ]
 
 
 def test_a_stale_batch_is_refused_and_both_versions_are_named(sharding, prompts):
     batch = rollout(sharding, prompts)
-    sharding.expect_current(batch)
-    sharding.expect_current(None)
+    expect_current(batch, sharding.actor.version)
+    expect_current(None, sharding.actor.version)
     learn(sharding, batch)
     with pytest.raises(RuntimeError, match=r"version \[0\], and the actor is at 1: .* stale"):
-        sharding.expect_current(batch)
-    sharding.expect_current(rollout(sharding, prompts))
+        expect_current(batch, sharding.actor.version)
+    expect_current(rollout(sharding, prompts), sharding.actor.version)
 
 
 @pytest.mark.parametrize("versions", [[-1, 0], [0, 1]])
 def test_a_batch_of_two_versions_is_refused(sharding, versions):
-    batch = make_batch({"version": torch.tensor([*versions, 0])})
+    batch = make_batch(
+        {
+            "versions": jagged([torch.tensor([*versions, 7])]),
+            "response_mask": jagged([torch.tensor([True, True, False])]),
+        }
+    )
     with pytest.raises(RuntimeError, match=rf"version \[{versions[0]}, {versions[1]}\], and the actor is at 0"):
-        sharding.expect_current(batch)
+        expect_current(batch, sharding.actor.version)
 
 
 @pytest.mark.parametrize("before", [0, 1])
@@ -166,16 +176,16 @@ def test_what_a_half_updated_engine_samples_is_refused(sharding, prompts, before
         sharding.rollout.generate(prompts, 1)
     engine.wake()
     batch = sharding.rollout.generate(prompts, 1)
-    assert batch["version"].tolist() == [-1, -1]
+    assert set(batch["versions"].values().tolist()) == {-1}
     with pytest.raises(RuntimeError, match=rf"version \[-1\], and the actor is at {before}"):
-        sharding.expect_current(batch)
+        expect_current(batch, sharding.actor.version)
 
 
-def test_reading_logprobs_leaves_the_master_weights_in_place(layout, hf_model, model_config, prompts):
+def test_reading_logprobs_leaves_the_master_weights_in_place(layout, engines, hf_model, model_config, prompts):
     # In bfloat16 the copies gathered for computing differ from the masters.
     model_config = type(model_config)(path=model_config.path, dtype="bfloat16")
     actor = ActorWorker(model_config, ActorConfig(), AlgorithmConfig(), layout, 1.0, 10)
-    rollout = RolloutWorker(RolloutConfig(), TorchEngine(model_config, layout.device), layout, (1,), seed=3)
+    rollout = RolloutWorker(RolloutConfig(), TorchEngine(model_config, layout.device), engines, (1,), seed=3)
     tokens = jagged([torch.tensor([5, 6, 7, 8]), torch.tensor([9, 10])])
     mask = jagged([torch.tensor([False, False, True, True]), torch.tensor([False, True])])
     actor.compute_logprobs(make_batch({"tokens": tokens, "response_mask": mask}))
@@ -237,7 +247,7 @@ def test_what_is_offloaded_comes_back_unchanged_and_is_gone_meanwhile(sharding, 
         assert_same = sharding.rollout.generate(prompts, 2)
         assert all(tensor.untyped_storage().nbytes() == 0 for tensor in tensors)
     assert all(torch.equal(tensor, kept) for tensor, kept in zip(tensors, before, strict=True))
-    sharding.expect_current(assert_same)
+    expect_current(assert_same, sharding.actor.version)
     learn(sharding, assert_same)
     assert not torch.equal(tensors[0], before[0])
 
@@ -271,27 +281,27 @@ def gap(size, correlation=0.1):
 
 def test_a_gap_is_told_past_one_threshold_and_ends_the_run_past_another(sharding):
     sharding.verified = sharding.rollout.version
-    assert sharding.judge_gap(gap(0.05)) is None
-    assert "by 0.06 on average (KL 0.03), more than rollout.gap_warning=0.05" in sharding.judge_gap(gap(0.06))
+    assert judge_gap(gap(0.05), sharding) is None
+    assert "by 0.06 on average (KL 0.03), more than rollout.gap_warning=0.05" in judge_gap(gap(0.06), sharding)
     with pytest.raises(RuntimeError, match=r"by 0.51 .* more than rollout.gap_error=0.5"):
-        sharding.judge_gap(gap(0.51))
+        judge_gap(gap(0.51), sharding)
 
 
 def test_a_small_gap_in_bfloat16_is_rounding_and_another_is_not(sharding):
     sharding.verified = sharding.rollout.version
-    assert "cause is the engine's numbers" in sharding.judge_gap(gap(0.06))
+    assert "cause is the engine's numbers" in judge_gap(gap(0.06), sharding)
     sharding.engine.dtype = torch.bfloat16
-    assert "cause is rounding: both sides compute in bfloat16" in sharding.judge_gap(gap(0.06))
-    assert "cause is the engine's numbers" in sharding.judge_gap(gap(0.3))
+    assert "cause is rounding: both sides compute in bfloat16" in judge_gap(gap(0.06), sharding)
+    assert "cause is the engine's numbers" in judge_gap(gap(0.3), sharding)
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.4])
 def test_another_temperature_in_sampling_is_named(sharding, temperature):
     sharding.rollout.config.max_response_tokens = 60
-    prompts = make_batch({"tokens": jagged([torch.tensor([i]) for i in range(5, 37)])})
+    prompts = prompts_of(*([i] for i in range(5, 37)))
     with sharding.serving():
         batch = sharding.rollout.generate(prompts, 2, temperature)  # the actor computes at 1
-    said = sharding.judge_gap(learn(sharding, batch))
+    said = judge_gap(learn(sharding, batch), sharding)
     sampled_at = float(re.search("the engine seems to sample at ([0-9.]+), and the trainer computes at 1", said)[1])
     assert sampled_at == pytest.approx(temperature, rel=0.15)
 
@@ -303,16 +313,16 @@ def test_stale_weights_in_sampling_are_named(sharding, prompts):
     sharding.rollout.config.verify_every = 0
     for weight in engine.weights.values():
         weight.data += 0.02 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1))
-    said = sharding.judge_gap(learn(sharding, rollout(sharding, prompts)))
+    said = judge_gap(learn(sharding, rollout(sharding, prompts)), sharding)
     assert "cause is stale weights: " in said
     assert "last compared at version 0" in said
 
 
 def test_the_memory_table_counts_what_the_actor_holds(sharding, prompts):
     learn(sharding, rollout(sharding, prompts))
-    rows = dict(line.strip().rsplit(None, 2)[:2] for line in sharding.memory_table().splitlines()[1:])
+    rows = dict(line.strip().rsplit(None, 2)[:2] for line in sharding.memory.table().splitlines()[1:])
     assert {"actor: parameters (this rank's shards)", "actor: optimizer", "free", "in total"} <= set(rows)
     weights = sum(parameter.numel() * 4 for parameter in sharding.actor.parameters)
     states = [state for held in sharding.actor.optimizer.state.values() for state in held.values() if state.ndim]
-    assert workers.sharding._bytes(sharding.actor.parameters) == weights
-    assert workers.sharding._bytes(states) == 2 * weights
+    assert bytes_of(sharding.actor.parameters) == weights
+    assert bytes_of(states) == 2 * weights

@@ -1,5 +1,6 @@
 """The embedded engine: it samples what it says it samples, from exactly the weights it was given."""
 
+import asyncio
 import dataclasses
 
 import pytest
@@ -11,7 +12,7 @@ from workers.engines.protocol import Sampling
 from workers.engines.torch_engine import TorchEngine
 
 PROMPTS = [[5, 6, 7], [9], [20, 30, 40, 50, 60, 70, 80], [5, 6], [100, 3, 100, 3]]
-SAMPLING = Sampling(temperature=0.7, top_p=1.0, top_k=0, min_new_tokens=0, max_new_tokens=12, stop=(), seed=1)
+SAMPLING = Sampling(temperature=0.7, top_p=1.0, top_k=0, max_new_tokens=12, stop=(), seed=1)
 
 
 @pytest.fixture
@@ -25,6 +26,10 @@ def engine(hf_model, model_config):
 
 def sampling(**changes):
     return dataclasses.replace(SAMPLING, **changes)
+
+
+def truncated(response):
+    return response.finish_reason == "length"
 
 
 def tokens_of(answers):
@@ -103,13 +108,13 @@ def test_a_stop_token_ends_its_row_alone_and_is_part_of_the_response(engine):
     stop = tuple(range(2, 60, 4))
     answers = answers_of(engine, PROMPTS, 2, sampling(stop=stop))
     flat = [response for responses in answers for response in responses]
-    assert {response.truncated for response in flat} == {True, False}
+    assert {truncated(response) for response in flat} == {True, False}
     for response in flat:
         assert len(response.tokens) == len(response.logprobs)
         assert not set(response.tokens[:-1]) & set(stop)
-        assert response.truncated == (response.tokens[-1] not in stop)
-        assert len(response.tokens) == 12 or not response.truncated
-    assert all(len(response.tokens) == 12 and response.truncated for row in free for response in row)
+        assert truncated(response) == (response.tokens[-1] not in stop)
+        assert len(response.tokens) == 12 or not truncated(response)
+    assert all(len(response.tokens) == 12 and truncated(response) for row in free for response in row)
 
 
 def test_a_row_that_stops_with_its_last_token_is_not_truncated(engine):
@@ -119,19 +124,7 @@ def test_a_row_that_stops_with_its_last_token_is_not_truncated(engine):
         engine, PROMPTS[:1], 1, sampling(temperature=0, stop=(free.tokens[3],), max_new_tokens=last)
     )[0]
     assert len(answer.tokens) == last
-    assert not answer.truncated
-
-
-def test_no_response_ends_before_it_is_long_enough(engine, hf_model):
-    stop, wanted = tuple(range(60)), 5
-    answers = answers_of(engine, PROMPTS, 8, sampling(stop=stop, min_new_tokens=wanted))
-    lengths = [len(response.tokens) for responses in answers for response in responses]
-    assert min(lengths) == wanted + 1
-    for prompt, responses in zip(PROMPTS, answers, strict=True):
-        logp = transformers_logprobs(hf_model, prompt, responses[0].tokens, 0.7)
-        logp[:wanted, list(stop)] = -torch.inf
-        expected = logp.log_softmax(-1)[torch.arange(len(responses[0].tokens)), responses[0].tokens]
-        torch.testing.assert_close(torch.tensor(responses[0].logprobs).double(), expected, rtol=1e-5, atol=1e-5)
+    assert not truncated(answer)
 
 
 def test_verify_finds_one_element(engine, hf_model):
@@ -223,3 +216,60 @@ def test_an_engine_asleep_does_not_generate(hf_model, model_config):
             continue
         with pytest.raises(RuntimeError, match="asleep"):
             answers_of(engine, PROMPTS, 1, SAMPLING)
+
+
+def lengths_asked(engine, lengths, memory=None, most_rows=512):
+    """What greedy requests of these lengths get, and in which order they were answered, passes so far beside each."""
+    engine.batch.most_rows, engine.batch.passes = most_rows, 0
+    engine.batch.memory = engine.batch.memory if memory is None else memory
+    ends = []
+
+    async def ask(index, length):
+        answer = await engine.sample(PROMPTS[index % 5], sampling(temperature=0, max_new_tokens=length))
+        ends.append((index, engine.batch.passes))
+        return answer.tokens
+
+    async def ask_all():
+        return await asyncio.gather(*(ask(*request) for request in enumerate(lengths)))
+
+    return engine.run(ask_all()), ends
+
+
+def test_a_request_joins_as_soon_as_there_is_room_and_none_waits_for_the_longest(engine):
+    lengths = [40, 3, 3, 3, 3, 3, 3, 3, 3]
+    free, _ = lengths_asked(engine, lengths)
+    for settings in ({"most_rows": 2}, {"memory": 2 * (48 * engine.batch.cell_bytes + 24 * 117) + 1000}):
+        answers, ends = lengths_asked(engine, lengths, **settings)
+        assert [index for index, _ in ends] == [1, 2, 3, 4, 5, 6, 7, 8, 0]
+        # Beside the long one, in its 40 tokens, the others come and go; each reads its prompt and makes 2 passes more.
+        assert ends[-2][1] < ends[-1][1] <= 40 + len(lengths)
+        assert answers == free
+    _, ends = lengths_asked(engine, lengths, memory=1)
+    assert [index for index, _ in ends] == list(range(9))  # one at a time where there is no memory for two
+    assert len(engine.batch) == engine.batch.cache.rows == 0
+
+
+@pytest.mark.parametrize("most_rows", [1, 3, 8])
+def test_a_seed_decides_a_response_whatever_it_shares_the_batch_with(engine, most_rows):
+    together = tokens_of(answers_of(engine, PROMPTS, 4, sampling(stop=tuple(range(30)))))
+    engine.batch.most_rows = most_rows
+    assert tokens_of(answers_of(engine, PROMPTS, 4, sampling(stop=tuple(range(30))))) == together
+
+
+def test_an_abort_answers_every_request_with_what_it_has(engine):
+    engine.batch.most_rows = 2
+
+    async def ask_and_abort():
+        requests = [asyncio.ensure_future(engine.sample(prompt, sampling())) for prompt in PROMPTS]
+        while engine.batch.passes < 5:
+            await asyncio.sleep(0)
+        engine.abort()
+        after = await engine.sample(PROMPTS[0], sampling())
+        return await asyncio.gather(*requests), after
+
+    aborted, after = engine.run(ask_and_abort())
+    assert [answer.finish_reason for answer in aborted] == ["abort"] * 5
+    counts = [len(answer.tokens) for answer in aborted]
+    assert counts[0] == counts[1] > 0 == counts[2] == counts[3] == counts[4]
+    assert [len(answer.logprobs) for answer in aborted] == counts
+    assert (after.finish_reason, len(after.tokens)) == ("length", 12)

@@ -1,10 +1,12 @@
 """What the RolloutWorker and the ShardingManager ask of an inference engine, and the words they share."""
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 KV_CACHE, WEIGHTS, CUDA_GRAPH = "kv_cache", "weights", "cuda_graph"
 """What an engine can let go of while it sleeps."""
@@ -12,24 +14,23 @@ KV_CACHE, WEIGHTS, CUDA_GRAPH = "kv_cache", "weights", "cuda_graph"
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn. `seed` makes a rollout repeatable where the engine can be: see its class."""
+    """How the tokens of one response are drawn. `seed` decides them where the engine can: see its class."""
 
     temperature: float
     top_p: float
     top_k: int  # 0: all tokens
-    min_new_tokens: int  # no stop token before these
     max_new_tokens: int
     stop: tuple[int, ...]  # ids that end a response; the response includes the one it ended with
     seed: int
 
 
-@dataclass
+@dataclass(frozen=True)
 class Response:
-    """One sampled response. A logprob is after temperature, over the whole vocabulary (before top-p and top-k)."""
+    """What was sampled. A logprob is after temperature, over the whole vocabulary (before top-p and top-k)."""
 
     tokens: list[int]
     logprobs: list[float]
-    truncated: bool  # it reached max_new_tokens without a stop token
+    finish_reason: str  # "stop": with a stop token; "length": max_new_tokens without one; "abort": ended before
 
 
 @dataclass
@@ -78,13 +79,13 @@ class Engine(Protocol):
 
     Its states are asleep (as it begins), weights awake, serving; `wake_weights`, `update_weights` and `wake` lead
     from one to the next, `sleep` leads back. Every rank of an inference tensor-parallel group calls all of these;
-    only the rank that leads the group may call `generate`.
+    the rank that leads the group alone runs requests.
     """
 
     dtype: torch.dtype  # of its weights
     shapes: Mapping[str, torch.Size]  # the weights it needs, under their Hugging Face names
     holds_weights: bool  # False before the first update, after a failed one, and once they were released
-    concurrent_samples: int | None  # how many it works on at once; None: it takes all prompts as one batch
+    concurrent_samples: int | None  # how many requests it wants at once; None: all there are, which it queues itself
     asleep: Collection[str]  # the kinds of memory that it let go of
     freed: int  # bytes of this rank's device that its last sleep gave back
 
@@ -101,15 +102,19 @@ class Engine(Protocol):
         """Raise RuntimeError where the weights that it holds are not, bit for bit, those in `buckets`."""
 
     def wake(self) -> None:
-        """Be ready to generate."""
+        """Be ready to sample."""
 
-    def generate(
-        self, prompts: Iterable[tuple[int, list[int]]], samples: int, sampling: Sampling
-    ) -> Iterator[tuple[int, list[Response]]]:
-        """`samples` responses to each (index, prompt), as (index, responses) in the order in which they are done.
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """What `work` returns, run to its end on the engine's event loop.
 
-        A prompt is taken from `prompts` when there is room to work on it.
+        Raises RuntimeError where the engine does not serve, and EngineFailure where it dies or falls silent.
         """
+
+    async def sample(self, tokens: Sequence[int], sampling: Sampling) -> Response:
+        """The response to `tokens`, inside `run` alone. Any number may be awaited at once; each ends by itself."""
+
+    def abort(self) -> None:
+        """End all requests in flight, inside `run` alone: each is answered with what it has so far."""
 
     def shutdown(self) -> None:
         """End everything the engine started."""

@@ -1,4 +1,4 @@
-"""What this project runs inside SGLang's own processes: their log, questions to their model, a bar on stop tokens.
+"""What this project runs inside SGLang's own processes: their log and questions to their model.
 
 SGLang calls a question like a weight loader of its own (`custom_weight_loader`): with its model and with tensors that
 were sent. The last of them, a byte tensor that both processes share, takes the answer.
@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 from tqdm import tqdm
+
+from workers.models import family_of
 
 LOG = "GRPO_ENGINE_LOG"
 """The environment variable that names the file for what SGLang's processes print."""
@@ -54,7 +56,8 @@ def compare(model: torch.nn.Module, named_tensors: list[tuple[str, torch.Tensor]
     """
     *weights, (_, answer) = named_tensors
     parameters = dict(model.named_parameters())
-    touched = {engine_name(name) for name, _ in weights}
+    family = family_of(model.config)
+    touched = {family.engine_name(name) for name, _ in weights}
     held = {name: parameters[name].detach().clone() for name in touched}
     for name in touched:
         parameters[name].data.fill_(torch.nan)
@@ -66,20 +69,6 @@ def compare(model: torch.nn.Module, named_tensors: list[tuple[str, torch.Tensor]
         counts[name] = torch.stack([is_set.sum(), (is_set & (sent != before)).sum()])
         parameters[name].data.copy_(before)
     _answer(answer, {name: [parameters[name].numel(), *count.tolist()] for name, count in counts.items()})
-
-
-class BarStops:
-    """SGLang's logit processor for responses of at least `minimum` tokens: bars the `stop` ids before.
-
-    SGLang's own min_new_tokens wants a tokenizer. It calls this once for each token that it draws.
-    """
-
-    def __call__(self, logits: torch.Tensor, parameters: list[dict[str, Any]]) -> torch.Tensor:
-        for row, mine in enumerate(parameters):
-            mine["drawn"] = mine.get("drawn", 0) + 1
-            if mine["drawn"] <= mine["minimum"]:
-                logits[row, mine["stop"]] = -torch.inf
-        return logits
 
 
 def _answer(tensor: torch.Tensor, value: Any) -> None:

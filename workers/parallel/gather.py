@@ -1,7 +1,7 @@
 """Whole weights from their pieces: the actor's parameters, gathered in buckets with one collective each.
 
-A parameter is cut twice: over the tensor mesh by rows or columns (or not at all), and what a tensor rank holds over the
-shard mesh by rows. Replicas of the mesh hold the same, so a replica gathers alone.
+Tensor parallelism cuts a parameter by rows or by columns, or leaves it whole, and FSDP cuts what a tensor-parallel rank
+holds by rows. With replicate > 1 each copy of the model gathers for itself.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from workers.engines.protocol import Bucket
@@ -18,24 +19,29 @@ from workers.parallel.mesh import TrainingLayout
 
 @dataclass(frozen=True)
 class _Cut:
-    """How one parameter is cut: every rank holds `rows` x `columns`, the last ones fewer rows or none."""
+    """How one parameter is cut: a rank has `rows` x `columns` of it, the last ones of dp_shard fewer rows or none."""
 
     name: str
-    shape: torch.Size
+    shape: torch.Size  # of the whole parameter
     rows: int
     columns: int
-    tensor_dim: int | None  # which dimension the tensor mesh cuts
+    tp_dim: int | None  # the dimension that tensor parallelism cuts
+
+    @property
+    def size(self) -> int:
+        """Elements of a piece, as it is sent."""
+        return self.rows * self.columns
 
 
 class Gatherer:
-    """Buckets of whole weights in `dtype`, from `parameters` that lie on `layout` as the policy's do.
+    """Buckets of whole weights in `dtype`, from the policy's `parameters` on `layout`.
 
-    A weight of `adapters` is sent with what its adapter adds; the parameter itself stays as it is. The merged pieces
-    of this rank are one bucket's at a time.
+    A weight with one of `adapters` is sent with what its adapter adds, and the parameter stays as it is. Only one
+    bucket's weights are merged at a time.
 
-    A bucket holds at most `bucket_bytes`, or as much as the largest parameter where that is more. While it runs there
-    are at most two buckets in memory beside the parameters: what the collective leaves, and what is handed out. The
-    next bucket is on its way while the one before is being read.
+    A bucket holds at most `bucket_bytes`, or as much as the largest parameter where that is more. At most two buckets
+    are in memory beside the parameters: the pieces that a collective brings, and the whole weights handed out. The
+    pieces of the next bucket travel while the one before is read.
     """
 
     def __init__(
@@ -47,95 +53,88 @@ class Gatherer:
         adapters: Mapping[str, Adapter] | None = None,
     ) -> None:
         self.parameters, self.layout, self.dtype, self.adapters = parameters, layout, dtype, adapters or {}
-        self.ranks = layout.dp_shard * layout.tp_size
-        self.place = dist.get_rank() % self.ranks
-        self.group = layout.replica_group
-        self.shapes = {name: parameter.shape for name, parameter in parameters.items()}
+        self.group, self.group_size = layout.replica_group, layout.dp_shard * layout.tp_size
+        self.group_rank = dist.get_rank(self.group)
         self.plan: list[list[_Cut]] = [[]]
         size = 0
         # The largest needs that much at any rate, and each bucket costs the engine a request.
-        bucket_bytes = max(bucket_bytes, *(shape.numel() * dtype.itemsize for shape in self.shapes.values()))
+        bucket_bytes = max(bucket_bytes, *(p.numel() * dtype.itemsize for p in parameters.values()))
         for name, parameter in parameters.items():
-            bytes_ = parameter.numel() * dtype.itemsize
-            if size + bytes_ > bucket_bytes:
+            size += parameter.numel() * dtype.itemsize
+            if size > bucket_bytes:
                 self.plan.append([])
-                size = 0
+                size = parameter.numel() * dtype.itemsize
             self.plan[-1].append(self._cut(name, parameter))
-            size += bytes_
-        self.bytes = sum(shape.numel() for shape in self.shapes.values()) * dtype.itemsize
+        self.bytes = sum(parameter.numel() for parameter in parameters.values()) * dtype.itemsize
 
     def _cut(self, name: str, parameter: torch.nn.Parameter) -> _Cut:
         last = parameter.placements[-1]
-        dim = last.dim if self.layout.tp_size > 1 and isinstance(last, Shard) else None
+        tp_dim = last.dim if self.layout.tp_size > 1 and isinstance(last, Shard) else None
         shape = list(parameter.shape)
-        if dim is not None:
-            shape[dim] //= self.layout.tp_size
-        return _Cut(name, parameter.shape, -(-shape[0] // self.layout.dp_shard), torch.Size(shape[1:]).numel(), dim)
+        if tp_dim is not None:
+            shape[tp_dim] //= self.layout.tp_size
+        return _Cut(name, parameter.shape, -(-shape[0] // self.layout.dp_shard), torch.Size(shape[1:]).numel(), tp_dim)
 
     def buckets(self) -> Iterator[Bucket]:
-        """All weights, each once; every rank must take part. A bucket is good until the next one is asked for."""
+        """All weights, each once; every rank must take part. A bucket is overwritten when the next one is asked for."""
         most = max(sum(cut.shape.numel() for cut in cuts) for cuts in self.plan)
         flat = torch.empty(most, dtype=self.dtype, device=self.layout.device)
-        received = None
-        if self.ranks > 1:
-            most = max(sum(cut.rows * cut.columns for cut in cuts) for cuts in self.plan)
-            received = torch.empty(most * self.ranks, dtype=self.dtype, device=self.layout.device)
-            arrival = self._gather(self.plan[0], received)
+        if self.group_size > 1:
+            most = max(sum(cut.size for cut in cuts) for cuts in self.plan)
+            received = torch.empty(most * self.group_size, dtype=self.dtype, device=self.layout.device)
+            arrival, pieces = self._gather(self.plan[0], received)
         for cuts, following in zip(self.plan, [*self.plan[1:], None], strict=True):
             bucket = Bucket(flat[: sum(cut.shape.numel() for cut in cuts)], {cut.name: cut.shape for cut in cuts})
-            whole = [tensor for _, tensor in bucket.items()]
-            if received is None:
-                torch._foreach_copy_(whole, [self._local(cut.name) for cut in cuts])
+            weights = [tensor for _, tensor in bucket.items()]
+            if self.group_size == 1:
+                torch._foreach_copy_(weights, [self._local(cut.name) for cut in cuts])
             else:
                 arrival.wait()
-                self._put_together(cuts, received, whole)
+                self._assemble(cuts, pieces, weights)
                 if following:
-                    arrival = self._gather(following, received)
+                    arrival, pieces = self._gather(following, received)
             yield bucket
 
-    def _local(self, name: str) -> torch.Tensor:
+    def _local(self, name: str) -> Tensor:
         parameter = self.parameters[name]
         # A plain tensor here would be FSDP's gathered copy in the compute type, not the master weight.
         assert isinstance(parameter, DTensor), f"{name} is not sharded"
         local = parameter.detach().to_local()
         return self.adapters[name].merged(local, self.dtype) if name in self.adapters else local
 
-    def _gather(self, cuts: Sequence[_Cut], received: torch.Tensor) -> dist.Work:
-        """Begin to gather the pieces of one bucket, those of each rank in a row of `received`."""
-        rows = self._rows(cuts, received)
-        locals_ = [self._local(cut.name).reshape(-1) for cut in cuts]
-        pieces = rows[self.place].split([cut.rows * cut.columns for cut in cuts])
-        torch._foreach_copy_([piece[: local.numel()] for piece, local in zip(pieces, locals_, strict=True)], locals_)
-        return dist.all_gather_into_tensor(rows.view(-1), rows[self.place], group=self.group, async_op=True)
+    def _gather(self, cuts: Sequence[_Cut], received: Tensor) -> tuple[dist.Work, tuple[Tensor, ...]]:
+        """Begin to gather one bucket into `received`; returns also where each weight's pieces arrive, [ranks, size]."""
+        sizes = [cut.size for cut in cuts]
+        rows = received[: sum(sizes) * self.group_size].view(self.group_size, -1)
+        mine, locals_ = rows[self.group_rank], [self._local(cut.name).reshape(-1) for cut in cuts]
+        sent = zip(mine.split(sizes), locals_, strict=True)
+        torch._foreach_copy_([piece[: local.numel()] for piece, local in sent], locals_)
+        work = dist.all_gather_into_tensor(rows.view(-1), mine, group=self.group, async_op=True)
+        return work, rows.split(sizes, dim=1)
 
-    def _rows(self, cuts: Sequence[_Cut], received: torch.Tensor) -> torch.Tensor:
-        size = sum(cut.rows * cut.columns for cut in cuts)
-        return received[: size * self.ranks].view(self.ranks, size)
-
-    def _put_together(self, cuts: Sequence[_Cut], received: torch.Tensor, whole: list[torch.Tensor]) -> None:
-        """Copy what was gathered to where it belongs in the tensors of `whole`."""
-        pieces = self._rows(cuts, received).split([cut.rows * cut.columns for cut in cuts], dim=1)
+    def _assemble(self, cuts: Sequence[_Cut], pieces: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
+        """Copy the gathered pieces to where they belong in `weights`."""
         sources, targets = [], []
-        shards, slices = self.layout.dp_shard, self.layout.tp_size
-        for cut, piece, target in zip(cuts, pieces, whole, strict=True):
-            # [shard, slice, rows, columns]: shards are next to each other inside a slice of the tensor mesh.
-            piece = piece.unflatten(0, (shards, slices)).unflatten(2, (cut.rows, cut.columns))
-            if cut.tensor_dim is None:
+        dp_shard, tp_size = self.layout.dp_shard, self.layout.tp_size
+        for cut, piece, target in zip(cuts, pieces, weights, strict=True):
+            # Below, piece is [1 or tp_size, dp_shard, rows, ...], and target the same with dp_shard and rows as one.
+            piece = piece.unflatten(0, (dp_shard, tp_size)).unflatten(2, (cut.rows, cut.columns))
+            if cut.tp_dim is None:
                 piece, target = piece[:, 0].unsqueeze(0), target.view(1, target.shape[0], -1)
-            elif cut.tensor_dim == 0:
-                piece, target = piece.transpose(0, 1), target.view(slices, target.shape[0] // slices, -1)
+            elif cut.tp_dim == 0:
+                piece, target = piece.transpose(0, 1), target.view(tp_size, target.shape[0] // tp_size, -1)
             else:
-                # Columns: a row is whole once its slices stand side by side.
+                # A whole row is its tensor-parallel pieces side by side: [1, dp_shard, rows, tp_size, columns].
                 piece = piece.transpose(1, 2)[None]
                 target = target.view(1, target.shape[0], -1)
-            if target.shape[1] == shards * cut.rows:
+            if target.shape[1] == dp_shard * cut.rows:
                 sources.append(piece)
                 targets.append(target.view(piece.shape))
                 continue
-            for shard in range(shards):
-                # The last shards are short of rows: what they sent beyond is no weight.
+            for shard in range(dp_shard):
+                # The last shards have fewer rows: what they sent beyond those is no weight.
                 source = piece[:, shard, : max(0, target.shape[1] - shard * cut.rows)]
-                part = target[:, shard * cut.rows :][:, : source.shape[1]]
+                share = target[:, shard * cut.rows :][:, : source.shape[1]]
                 sources.append(source)
-                targets.append(part.view(source.shape))
+                targets.append(share.view(source.shape))
         torch._foreach_copy_(targets, sources)

@@ -69,6 +69,16 @@ def leave() -> None:
     time.sleep(0.1)
 
 
+def make_store() -> dist.Store:
+    """Counters that all processes share, which the controller hosts; every rank must take part."""
+    if dist.get_world_size() == 1:
+        return dist.HashStore()
+    hosted = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False) if is_controller() else None
+    port = [hosted.port if hosted else None]
+    dist.broadcast_object_list(port)
+    return hosted or dist.TCPStore(os.environ["MASTER_ADDR"], port[0], is_master=False)
+
+
 @dataclass(frozen=True)
 class TrainingLayout:
     """How the processes hold the trained model: a mesh of dp_replicate x dp_shard x tp ranks.

@@ -1,133 +1,127 @@
-"""Tensor parallelism: weights cut over a mesh, and modules that compute with this rank's pieces (arXiv:1909.08053).
+"""Tensor parallelism in Megatron's words (arXiv:1909.08053): layers that compute with this rank's piece of a weight.
 
-Weights are DTensors, as FSDP, checkpoints and the weight sync want them, but what passes between modules is plain
-tensors: DTensors of unknown sizes cannot be compiled (torch 2.13), and dispatch slowly. Hidden states are equal on all
-ranks between the cut modules: `_Enter` stands before matrices cut by rows, `_Leave` after one cut by columns, which
-makes one collective each way for each attention and MLP.
+Weights are DTensors, as FSDP, checkpoints and the weight sync want them, but plain tensors pass between modules:
+DTensors of unknown sizes cannot be compiled (torch 2.13), and dispatch slowly. Between attention and MLP all ranks hold
+the same hidden states. A norm copies them to the tensor-parallel region, column-parallel layers take them from there,
+and a row-parallel layer reduces its outputs back: one all-reduce each way for each attention and each MLP.
 """
 
+from collections.abc import Mapping
+
 import torch
+import torch.distributed as dist
 import transformers
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.nn import functional as F
 
 
-def split_over_tensor_mesh(causal_lm: transformers.PreTrainedModel, mesh: DeviceMesh) -> None:
-    """Cut a Qwen2, Qwen3 or Llama over `mesh`: heads, the MLP and the vocabulary; norms are on every rank.
+def parallelize(causal_lm: transformers.PreTrainedModel, mesh: DeviceMesh, kinds: Mapping[str, type]) -> None:
+    """Turn the modules whose last name is in `kinds` into these kinds, with parameters cut over `mesh`.
 
-    Its sizes must be such as `check_layout` lets pass. A head is cut where the model has one, and computes nothing
-    itself.
+    A module without parameters stays as it is: that is a head which reads the weight of the embeddings.
     """
-    rows, columns, whole = Shard(0), Shard(1), Replicate()
-    for layer in causal_lm.model.layers:
-        attention, mlp = layer.self_attn, layer.mlp
-        for linear in (attention.q_proj, attention.k_proj, attention.v_proj, mlp.gate_proj, mlp.up_proj):
-            _split(linear, mesh, rows, _Sliced)
-        for linear in (attention.o_proj, mlp.down_proj):
-            _split(linear, mesh, columns, _Summed)
-        for norm in (layer.input_layernorm, layer.post_attention_layernorm):
-            _split(norm, mesh, whole, _EnteringNorm)
-        if hasattr(attention, "q_norm"):
-            for norm in (attention.q_norm, attention.k_norm):
-                _split(norm, mesh, whole, _HeadNorm)
-    _split(causal_lm.model.norm, mesh, whole, _Norm)
-    _split(causal_lm.model.embed_tokens, mesh, rows, _Vocabulary)
-    if isinstance(causal_lm.lm_head, nn.Linear):
-        _split(causal_lm.lm_head, mesh, rows, nn.Linear)
+    for name, module in causal_lm.named_modules():
+        kind, parameters = kinds.get(name.rpartition(".")[2]), dict(module.named_parameters(recurse=False))
+        if kind is None or not parameters:
+            continue
+        for which, parameter in parameters.items():
+            cut = distribute_tensor(parameter, mesh, [kind.placements[which]])
+            module.register_parameter(which, nn.Parameter(cut))
+        module.__class__ = kind
+        module.tp_group, module.tp_rank = mesh.get_group(), mesh.get_local_rank()
 
 
-def _split(module: nn.Module, mesh: DeviceMesh, placement: Placement, kind: type[nn.Module]) -> None:
-    """Lay the parameters of `module` out as `placement` and make it a `kind`."""
-    for name, parameter in list(module.named_parameters(recurse=False)):
-        # A bias has no columns to cut.
-        here = Replicate() if placement.is_shard(1) and parameter.ndim == 1 else placement
-        module.register_parameter(name, nn.Parameter(distribute_tensor(parameter, mesh, [here])))
-    module.__class__ = kind
-    module.group, module.place = mesh.get_group().group_name, mesh.get_local_rank()
+class ColumnParallelLinear(nn.Linear):
+    """A linear layer cut along its outputs: from whole inputs [*, in] this rank's outputs [*, out / tp_size]."""
 
+    placements = {"weight": Shard(0), "bias": Shard(0)}
 
-class _Sliced(nn.Linear):
-    """A linear layer cut by rows: from whole inputs [*, in] this rank's outputs [*, out / ranks]."""
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+    def forward(self, inputs: Tensor) -> Tensor:
         return F.linear(inputs, self.weight.to_local(), None if self.bias is None else self.bias.to_local())
 
 
-class _Summed(nn.Linear):
-    """A linear layer cut by columns: from this rank's inputs [*, in / ranks] whole outputs [*, out]."""
+class RowParallelLinear(nn.Linear):
+    """A linear layer cut along its inputs: from this rank's inputs [*, in / tp_size] whole outputs [*, out]."""
 
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        outputs = _Leave.apply(F.linear(inputs, self.weight.to_local()), self.group)
+    placements = {"weight": Shard(1), "bias": Replicate()}
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs = _ReduceFromRegion.apply(F.linear(inputs, self.weight.to_local()), self.tp_group)
         return outputs if self.bias is None else outputs + self.bias.to_local()
 
 
-class _Vocabulary(nn.Embedding):
-    """An embedding cut by rows: from ids [*] their embeddings [*, H], each from the rank that has it."""
+class VocabParallelEmbedding(nn.Embedding):
+    """An embedding cut along the vocabulary: from ids [*] whole embeddings [*, H]."""
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+    placements = {"weight": Shard(0)}
+
+    def forward(self, tokens: Tensor) -> Tensor:
         weight = self.weight.to_local()
-        first = self.place * len(weight)
-        rows = tokens - first
-        absent = (rows < 0) | (rows >= len(weight))
-        # The row that gets no gradient, where it is one of these.
-        padding = self.padding_idx
-        padding = padding - first if padding is not None and 0 <= padding - first < len(weight) else None
-        embedded = F.embedding(rows.masked_fill(absent, 0), weight, padding)
-        return _Leave.apply(embedded.masked_fill(absent[..., None], 0.0), self.group)
+        vocab_start = self.tp_rank * len(weight)
+        rows = tokens - vocab_start
+        elsewhere = (rows < 0) | (rows >= len(weight))
+        # The padding id gets no gradient, on the rank that holds its row.
+        padding = None if self.padding_idx is None else self.padding_idx - vocab_start
+        padding = padding if padding is not None and 0 <= padding < len(weight) else None
+        embedded = F.embedding(rows.masked_fill(elsewhere, 0), weight, padding)
+        return _ReduceFromRegion.apply(embedded.masked_fill(elsewhere[..., None], 0.0), self.tp_group)
 
 
-class _Norm(nn.Module):
-    """The RMSNorm of the three models, whose weight is on every rank: [*, n] to [*, n]."""
+class ReplicatedNorm(nn.Module):
+    """RMSNorm as the model families have it, with its weight on every rank: [*, n] to [*, n]."""
 
+    placements = {"weight": Replicate()}
     gradient: Placement = Replicate()
-    """What a rank's gradient to the weight is: as all others have it, or a part of the sum."""
+    """What a rank computes of the weight's gradient: all of it (Replicate), or an addend (Partial)."""
 
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+    def forward(self, inputs: Tensor) -> Tensor:
         wide = inputs.float()
         normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.variance_epsilon)
         return self.weight.to_local(grad_placements=[self.gradient]) * normed.to(inputs.dtype)
 
 
-class _HeadNorm(_Norm):
-    """The q and k norms of Qwen3, which see other heads on each rank."""
+class HeadNorm(ReplicatedNorm):
+    """A norm of queries or keys, which sees other heads on each rank."""
 
     gradient = Partial()
 
 
-class _EnteringNorm(_Norm):
-    """A norm before matrices cut by rows: one all-reduce of the gradient serves them all."""
+class InputNorm(ReplicatedNorm):
+    """The norm before an attention or MLP: copying once to the region serves all column-parallel layers behind it."""
 
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return _Enter.apply(super().forward(inputs), self.group)
+    def forward(self, inputs: Tensor) -> Tensor:
+        return _CopyToRegion.apply(super().forward(inputs), self.tp_group)
 
 
-class _Enter(torch.autograd.Function):
-    """What is whole on all ranks, which go on with it each in its own way: its gradient is the sum of theirs."""
+class _CopyToRegion(torch.autograd.Function):
+    """Forward the identity. Backward an all-reduce, as each rank uses the copy in its own way."""
 
     @staticmethod
-    def forward(ctx, whole, group):
+    def forward(ctx, hidden, group):
         ctx.group = group
-        return whole.view_as(whole)
+        return hidden.view_as(hidden)
 
     @staticmethod
     def backward(ctx, gradient):
-        return _sum(gradient, ctx.group), None
+        return _all_reduce(gradient, ctx.group), None
 
 
-class _Leave(torch.autograd.Function):
-    """The sum over all ranks, which go on with it alike: its gradient, equal on all, is that of each addend."""
+class _ReduceFromRegion(torch.autograd.Function):
+    """Forward an all-reduce. Backward the identity, as all ranks use the sum alike."""
 
     @staticmethod
-    def forward(ctx, part, group):
-        return _sum(part, group)
+    def forward(ctx, addend, group):
+        return _all_reduce(addend, group)
 
     @staticmethod
     def backward(ctx, gradient):
         return gradient, None
 
 
-def _sum(part: torch.Tensor, group: str) -> torch.Tensor:
-    """As functional collectives, which can be compiled."""
-    return torch.ops._c10d_functional.wait_tensor(torch.ops._c10d_functional.all_reduce(part, "sum", group))
+def _all_reduce(addend: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The sum of `addend` over the group, as a new tensor."""
+    total = addend.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total

@@ -1,0 +1,112 @@
+"""The settings of the rollout and its engine."""
+
+import inspect
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from grpo.config import ConfigError, choose, nearest, option
+
+ENGINES = ("torch", "sglang")
+RELEASE_CHOICES = ("auto", "none", "kv", "kv+weights", "all")
+
+FIRST, BEYOND = (0, 5, 17), (0, 5, 22)
+INSTALL = "pip install -e '.[sglang]'"
+
+OWNED = ("model_path", "tokenizer_path", "device", "dtype", "base_gpu_id", "tp_size", "random_seed", "load_format")
+OWNED += ("custom_weight_loader", "skip_tokenizer_init", "enable_memory_saver", "mem_fraction_static")
+OWNED += ("max_running_requests",)
+"""SGLang's options that the trainer decides, from the settings of its own that they belong to."""
+
+
+@dataclass
+class RolloutConfig:
+    engine: str = option("torch", "Inference engine: torch (embedded, for CPUs and small models) or sglang.")
+    tensor_parallel: int = option(1, "Processes of one machine that share an engine (sglang).")
+    temperature: float = option(1.0, "Divides the logits, in sampling and in training.")
+    top_p: float = option(1.0, "Sample from the fewest tokens that hold this share of the probability; 1 is all.")
+    top_k: int = option(0, "Sample from this many most likely tokens; 0 is all.")
+    max_response_tokens: int = option(1024, "Longest response; a longer one is cut and marked as truncated.")
+    concurrent_samples: int = option(512, "Samples that one engine works on at once.")
+    memory_fraction: float = option(0.5, "Share of the memory for an engine's weights and KV cache as it serves.")
+    release: str = option(
+        "auto",
+        "What the engine lets go of while the trainer works (sglang): none, kv, kv+weights, all (CUDA graphs too), or "
+        "auto: the least that leaves the trainer what its fullest step so far took.",
+    )
+    verify_every: int = option(
+        20, "Weight updates between two comparisons of the engine's weights with the actor's, from the first; 0: never."
+    )
+    gap_warning: float = option(
+        0.05, "Mean difference of rollout and trainer log-probabilities from which on the likely cause is told."
+    )
+    gap_error: float = option(0.5, "The same, from which on the run ends.")
+    stall_seconds: float = option(45.0, "Longest silence of a working engine before the run ends (sglang).")
+    sglang: dict[str, Any] = option({}, "Options of SGLang's own, such as {attention_backend: triton}.")
+
+    def check(self, world: int, local_world: int) -> None:
+        """Raise ConfigError for the first value that cannot work with `world` processes, `local_world` a machine."""
+        choose(self.engine, ENGINES, "rollout.engine")
+        choose(self.release, RELEASE_CHOICES, "rollout.release")
+        if self.temperature <= 0:
+            raise ConfigError(
+                f"rollout.temperature={self.temperature} must be above 0: GRPO needs samples that differ."
+            )
+        for name in ("top_p", "memory_fraction"):
+            if not 0 < getattr(self, name) <= 1:
+                raise ConfigError(f"rollout.{name}={getattr(self, name)} must be above 0 and at most 1.")
+        if self.top_k < 0 or self.max_response_tokens < 1:
+            raise ConfigError("rollout.top_k must be at least 0 and rollout.max_response_tokens at least 1.")
+        for name in ("tensor_parallel", "concurrent_samples", "stall_seconds"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"rollout.{name}={getattr(self, name)} must be above 0.")
+        if self.verify_every < 0:
+            raise ConfigError(f"rollout.verify_every={self.verify_every} must be at least 0.")
+        if not 0 < self.gap_warning <= self.gap_error:
+            raise ConfigError(
+                f"rollout.gap_warning={self.gap_warning} must be above 0 and at most "
+                f"rollout.gap_error={self.gap_error}."
+            )
+        if self.engine == "torch":
+            if self.tensor_parallel > 1 or self.sglang:
+                raise ConfigError("rollout.tensor_parallel and rollout.sglang need rollout.engine=sglang.")
+            return
+        if world % self.tensor_parallel or local_world % self.tensor_parallel:
+            raise ConfigError(
+                f"rollout.tensor_parallel={self.tensor_parallel} does not divide the {local_world} process(es) of a "
+                "machine, and an engine does not span machines."
+            )
+        check_sglang(self.sglang)
+
+
+def check_sglang(options: Mapping[str, Any]) -> None:
+    """Raise ConfigError where SGLang is missing, of a version that was not tried, or does not know one of `options`."""
+    try:
+        installed = version("sglang")
+    except PackageNotFoundError as error:
+        raise ConfigError(f"rollout.engine=sglang needs SGLang, which is not installed: use {INSTALL}.") from error
+    numbers = tuple(int(part) for part in installed.split("+")[0].split(".")[:3] if part.isdigit())
+    if not FIRST <= numbers < BEYOND:
+        first, beyond = (".".join(map(str, edge)) for edge in (FIRST, BEYOND))
+        raise ConfigError(
+            f"SGLang {installed} is installed, and {first} up to, but not, {beyond} are supported: use {INSTALL}."
+        )
+    if "expandable_segments:True" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""):
+        raise ConfigError(
+            "PYTORCH_CUDA_ALLOC_CONF has expandable_segments:True, with which memory cannot be shared with SGLang: "
+            "leave it out."
+        )
+    if not options:
+        return
+    from sglang.srt.server_args import ServerArgs
+
+    known = [name for name in inspect.signature(ServerArgs).parameters if name not in OWNED]
+    for name in options:
+        if name in OWNED:
+            raise ConfigError(f"rollout.sglang.{name} is decided by the trainer: leave it out.")
+        if name not in known:
+            near = nearest(name, known)
+            hint = f"did you mean {near}?" if near else "see python -m sglang.launch_server --help."
+            raise ConfigError(f"rollout.sglang.{name} is not an option of SGLang {installed}: {hint}")

@@ -1,0 +1,83 @@
+"""The optimizer: AdamW, its learning rate over a run, and the norm of the gradient."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from grpo.config import ConfigError, choose, option
+from workers.parallel.mesh import TrainingLayout
+
+SCHEDULES = ("constant", "linear", "cosine")
+
+
+@dataclass
+class OptimizerConfig:
+    learning_rate: float = option(1e-6, "Highest learning rate of AdamW.")
+    betas: list[float] = option([0.9, 0.95], "AdamW's decay rates of the mean and the squared mean.")
+    weight_decay: float = option(0.0, "AdamW's weight decay of matrices; norms and biases have none.")
+    warmup_updates: int = option(0, "Optimizer updates over which the learning rate rises from 0.")
+    schedule: str = option("constant", "Learning rate after the warm-up: constant, linear or cosine.")
+    final_learning_rate_ratio: float = option(
+        0.0, "The last learning rate of the linear and cosine schedules, over the highest."
+    )
+    max_grad_norm: float = option(1.0, "Longest gradient; a longer one is scaled down to it.")
+
+    def check(self) -> None:
+        """Raise ConfigError for the first value that cannot work."""
+        choose(self.schedule, SCHEDULES, "actor.schedule")
+        for name in ("learning_rate", "max_grad_norm"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"actor.{name}={getattr(self, name)} must be above 0.")
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ConfigError(f"actor.betas={self.betas} must be two numbers of at least 0 and below 1.")
+
+
+def make_optimizer(parameters: Sequence[torch.nn.Parameter], config: OptimizerConfig) -> torch.optim.AdamW:
+    """AdamW for those of the parameters that are trained."""
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    groups = [
+        {"params": [parameter for parameter in trained if parameter.ndim > 1]},
+        # Norms and biases: to pull them to 0 would change what a layer does, not how large its weights are.
+        {"params": [parameter for parameter in trained if parameter.ndim == 1], "weight_decay": 0.0},
+    ]
+    betas = tuple(config.betas)
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, weight_decay=config.weight_decay, fused=True)
+
+
+def learning_rate(config: OptimizerConfig, update: int, total_updates: int) -> float:
+    """The learning rate of update 0, 1, ...: a linear warm-up, then the schedule, at its end after the last update."""
+    if update < config.warmup_updates:
+        return config.learning_rate * (update + 1) / (config.warmup_updates + 1)
+    if config.schedule == "constant":
+        return config.learning_rate
+    progress = min(1.0, (update - config.warmup_updates) / max(1, total_updates - config.warmup_updates))
+    if config.schedule == "cosine":
+        progress = 0.5 - 0.5 * float(torch.cos(torch.tensor(torch.pi * progress, dtype=torch.double)))
+    return config.learning_rate * (1 - (1 - config.final_learning_rate_ratio) * progress)
+
+
+@torch.no_grad()
+def clip_gradients(
+    parameters: Sequence[torch.nn.Parameter], longest: float, layout: TrainingLayout, loss: torch.Tensor
+) -> torch.Tensor:
+    """Scale the gradients down to the norm `longest` if they are longer; returns their norm before, a float64 scalar.
+
+    It is the norm of the whole gradient on every layout: what is replicated over the tensor mesh counts once. It is
+    not finite, on every rank alike, if a gradient or the `loss` of any rank is not.
+    """
+    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    locals_ = [grad.to_local() for grad in grads]
+    on_tensor_mesh = layout.tp_size > 1
+    copies = [
+        float(layout.dp_replicate * (layout.tp_size if on_tensor_mesh and grad.placements[-1].is_replicate() else 1))
+        for grad in grads
+    ]
+    # Scalars go along with the kernels: a tensor of them would make the device wait.
+    squares = torch._foreach_div(torch._foreach_pow(torch._foreach_norm(locals_), 2.0), copies)
+    total = torch.stack(squares).double().sum() + 0 * loss.detach()  # NaN for a loss that is not finite
+    dist.all_reduce(total)
+    norm = total.sqrt()
+    torch._foreach_mul_(locals_, (longest / (norm + 1e-6)).clamp(max=1.0).to(locals_[0].dtype))
+    return norm
