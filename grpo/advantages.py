@@ -1,24 +1,27 @@
 """From rewards to advantages, and from tokens to one loss: what a response is worth, and what a token weighs.
 
 All of it happens once, on the controller, over the whole minibatch: no denominator depends on how the batch is cut over
-ranks and micro-batches. A loss is then a plain sum over tokens, each times its loss weight.
+ranks and micro-batches. A loss is then a plain sum over tokens, each times its loss weight. At the end stands dynamic
+sampling, which replaces groups whose rewards are all equal by further prompts (DAPO, arXiv:2503.14476).
 """
+
+import math
 
 import torch
 from tensordict import TensorDict
+from torch import Tensor
 
 from grpo.algorithm import AlgorithmConfig
-from grpo.batch import lengths_of, with_values
+from grpo.batch import concatenate, select, with_values
 from grpo.choices import Returns, apply, groups_with_signal, sums_by
 
 
-def seq_ids(mask: torch.Tensor) -> torch.Tensor:
+def _seq_ids(mask: Tensor) -> Tensor:
     """[N] int64: the row of each response token, given response_mask [B, *]."""
-    lengths = torch.tensor(lengths_of(mask))
-    return torch.arange(len(lengths)).repeat_interleave(lengths)[mask.values()]
+    return torch.arange(len(mask)).repeat_interleave(mask.offsets().diff())[mask.values()]
 
 
-def _at_responses(mask: torch.Tensor, values_N: torch.Tensor) -> torch.Tensor:
+def _at_responses(mask: Tensor, values_N: Tensor) -> Tensor:
     """[B, *] float32: the values at the response tokens of response_mask [B, *], 0 elsewhere."""
     return with_values(mask, torch.zeros(len(mask.values())).masked_scatter_(mask.values(), values_N.float()))
 
@@ -32,10 +35,9 @@ def compute_advantages(batch: TensorDict | None, config: AlgorithmConfig) -> Ten
     """
     if batch is None:
         return None
-    mask = batch["response_mask"]
-    seq_id_N = seq_ids(mask)
+    mask, whole_B = batch["response_mask"], batch["rewards"].double()
+    seq_id_N = _seq_ids(mask)
     _, group_B = batch["group"].unique(return_inverse=True)
-    whole_B = batch["rewards"].double()
     to_go_N = whole_B[seq_id_N]
     if config.kl_in_reward:
         old_N, ref_N = (batch[name].values()[mask.values()].double() for name in ("old_logprobs", "ref_logprobs"))
@@ -46,8 +48,7 @@ def compute_advantages(batch: TensorDict | None, config: AlgorithmConfig) -> Ten
         whole_B = whole_B - kl_B
     returns = Returns(to_go_N, whole_B, seq_id_N, group_B)
     advantages_N = apply("baseline", config, returns)
-    advantages_N = advantages_N / apply("scale", config, returns, advantages_N)
-    batch["advantages"] = _at_responses(mask, advantages_N)
+    batch["advantages"] = _at_responses(mask, advantages_N / apply("scale", config, returns, advantages_N))
     return batch
 
 
@@ -59,7 +60,7 @@ def weigh_tokens(minibatch: TensorDict | None, config: AlgorithmConfig) -> Tenso
     if minibatch is None:
         return None
     mask = minibatch["response_mask"]
-    seq_id_N = seq_ids(mask)
+    seq_id_N = _seq_ids(mask)
     lengths_B = torch.bincount(seq_id_N, minlength=len(minibatch)).double()
     if config.mask_truncated:
         lengths_B[minibatch["truncated"]] = 0
@@ -71,10 +72,31 @@ def weigh_tokens(minibatch: TensorDict | None, config: AlgorithmConfig) -> Tenso
     return minibatch
 
 
-def overlong_penalty(lengths_B: torch.Tensor, longest: int, share: float) -> torch.Tensor:
-    """[B] float32: 0 down to -1 as a response's length runs through the last `share` of `longest` tokens.
-
-    DAPO's soft overlong punishment (arXiv:2503.14476, equation 13).
-    """
-    buffer = share * longest
+def overlong_penalty(lengths_B: Tensor, longest: int, share: float) -> Tensor:
+    """[B] float32: 0 down to -1 as a response's length runs through the last `share` of `longest` tokens."""
+    buffer = share * longest  # DAPO's soft overlong punishment (arXiv:2503.14476, equation 13)
     return ((longest - buffer - lengths_B) / buffer).clamp(-1, 0).float()
+
+
+def prompts_missing(rounds: list[TensorDict], wanted: int) -> int:
+    """How many further prompts should give the groups with signal that `rounds` lack of `wanted`; 0 where none do."""
+    signal = torch.cat([groups_with_signal(batch["rewards"], batch["group"]) for batch in rounds])
+    found = int(signal.sum())
+    return min(wanted, math.ceil((wanted - found) * len(signal) / max(found, 1))) if found < wanted else 0
+
+
+def join_rounds(rounds: list[TensorDict]) -> TensorDict:
+    """The rows of all rounds, whose groups get numbers of their own."""
+    first = 0
+    for batch in rounds:
+        batch["group"] = batch["group"] + first
+        first = int(batch["group"].max()) + 1
+    return concatenate(rounds) if len(rounds) > 1 else rounds[0]
+
+
+def keep_groups(batch: TensorDict, count: int) -> TensorDict:
+    """The rows of `count` groups: the first with signal, and where those are too few the first of the others."""
+    groups, group_B = batch["group"].unique(return_inverse=True)
+    signal_G = groups_with_signal(batch["rewards"], group_B)
+    kept = (~signal_G).int().argsort(stable=True)[:count]
+    return select(batch, torch.isin(batch["group"], groups[kept]).nonzero()[:, 0].tolist())

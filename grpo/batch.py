@@ -56,9 +56,9 @@ class Trajectory:
 
     def add_sampled(self, tokens: Sequence[int], logprobs: Sequence[float], version: int) -> None:
         """Go on with tokens that the policy sampled from weights of `version`."""
-        self.tokens = np.append(self.tokens, np.asarray(tokens, np.int64))
+        self.tokens = np.append(self.tokens, np.fromiter(tokens, np.int64, len(tokens)))
         self.mask = np.append(self.mask, np.ones(len(tokens), bool))
-        self.logprobs = np.append(self.logprobs, np.asarray(logprobs, np.float32))
+        self.logprobs = np.append(self.logprobs, np.fromiter(logprobs, np.float32, len(tokens)))
         self.versions = np.append(self.versions, np.full(len(tokens), version))
 
 

@@ -7,8 +7,9 @@ the nearest known one. `describe` lists the tree for `--help` and docs/config.md
 
 import dataclasses
 import difflib
+import operator
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -38,24 +39,40 @@ class ConfigError(ValueError):
     """
 
 
-def option(default: Any, doc: str, stands_for: Callable[[Any], dict[str, Any]] | None = None) -> Any:
+def option(default: Any, doc: str, stands_for: Callable[[Any], dict[str, Any]] | None = None, **limits: Any) -> Any:
     """A dataclass field with its doc; a default that is a list, a dict or a dataclass type is made anew each time.
 
     stands_for: gives for the field's value those of other fields of its dataclass; what the user sets wins over them.
+    limits, for `check_values`: choices (of the value, or of each in a list), above, at_least, at_most.
     """
-    metadata = {"doc": doc, "stands_for": stands_for}
-    if isinstance(default, type):
-        return dataclasses.field(default_factory=default, metadata=metadata)
-    if isinstance(default, list | dict):
-        return dataclasses.field(default_factory=lambda: type(default)(default), metadata=metadata)
+    metadata = {"doc": doc, "stands_for": stands_for, **limits}
+    if isinstance(default, type | list | dict):
+        factory = default if isinstance(default, type) else default.copy
+        return dataclasses.field(default_factory=factory, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def choose(value: str, allowed: tuple[str, ...], key: str) -> str:
+def choose(value: str, allowed: Collection[str], key: str) -> str:
     """`value` if it is one of `allowed`; raises ConfigError naming the choices otherwise."""
     if value not in allowed:
         raise ConfigError(f"{key}={value!r} is not a choice: use one of {', '.join(allowed)}.")
     return value
+
+
+def check_values(config: Any, prefix: str = "") -> None:
+    """Raise ConfigError for the first setting below `config` that is outside its limits; None is within all."""
+    tests = {"above": operator.gt, "at_least": operator.ge, "at_most": operator.le}
+    for field in dataclasses.fields(config):
+        value, key = getattr(config, field.name), f"{prefix}{field.name}"
+        if dataclasses.is_dataclass(value):
+            check_values(value, f"{key}.")
+        if choices := field.metadata.get("choices"):
+            for each in value if isinstance(value, list) else [value]:
+                choose(each, choices, key)
+        limits = {name: field.metadata[name] for name in tests if name in field.metadata}
+        if value is not None and not all(tests[name](value, limit) for name, limit in limits.items()):
+            wanted = " and ".join(f"{name.replace('_', ' ')} {limit}" for name, limit in limits.items())
+            raise ConfigError(f"{key}={value} must be {wanted}.")
 
 
 def _settings(schema: type, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field, Any]]:
@@ -82,52 +99,47 @@ def load(schema: type[T], path: str | Path | None = None, overrides: list[str] |
     Raises ConfigError for a file that is missing or unreadable, an unknown key (with its new name or the nearest known
     one) and a value of the wrong type.
     """
-    tree = OmegaConf.structured(schema)
     given = []
     if path is not None:
         if not Path(path).is_file():
-            raise ConfigError(
-                f"There is no config file {path}: pass the path of a YAML file, such as examples/countdown_cpu.yaml."
-            )
-        try:
-            given.append((str(path), OmegaConf.load(path)))
-        except Exception as error:
-            raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}.") from error
+            way_out = "pass the path of a YAML file, such as examples/countdown_cpu.yaml"
+            raise ConfigError(f"There is no config file {path}: {way_out}.")
+        given.append((str(path), _parse(path, OmegaConf.load, path)))
     for override in overrides:
         key, separator, _ = override.partition("=")
         if not separator or not key:
             raise ConfigError(f"{override!r} is not an override: write it as key=value, such as seed=1.")
-        try:
-            given.append((override, OmegaConf.from_dotlist([override])))
-        except Exception as error:
-            raise ConfigError(
-                f"The value in {override!r} is not valid YAML: {' '.join(str(error).split())}."
-            ) from error
-    known = [key for key, *_ in _settings(schema)]
+        given.append((override, _parse(f"The value in {override!r}", OmegaConf.from_dotlist, [override])))
+    settings = {key: field for key, field, _ in _settings(schema)}
     for source, layer in given:
         if not OmegaConf.is_dict(layer):
             raise ConfigError(f"{source} must hold `key: value` settings at its top level.")
-        _refuse_unknown_keys(OmegaConf.to_container(layer), schema, known, source)
-    for key, field, _ in _settings(schema):
-        if (stands_for := field.metadata.get("stands_for")) is None:
-            continue
-        try:
-            values = [value for _, layer in given if (value := OmegaConf.select(layer, key)) is not None]
-        except OmegaConfBaseException as error:
-            raise ConfigError(f"Setting {key}: {str(error).splitlines()[0]}") from error
-        if values:
-            OmegaConf.update(tree, key.rpartition(".")[0], stands_for(values[-1]))
-    for source, layer in given:
-        try:
-            tree = OmegaConf.merge(tree, layer)
-        except OmegaConfBaseException as error:
-            raise ConfigError(f"{source}: {str(error).splitlines()[0]} (setting {error.full_key}).") from error
-        except TypeError as error:  # OmegaConf's own for a list where a mapping stands, and the other way round
-            raise ConfigError(f"{source}: {error} (a list or mapping is not of the kind of the setting).") from error
+        _refuse_unknown_keys(OmegaConf.to_container(layer), schema, settings, source)
+    tree = OmegaConf.structured(schema)
     try:
+        for key, field in settings.items():
+            if stands_for := field.metadata.get("stands_for"):
+                values = [value for _, layer in given if (value := OmegaConf.select(layer, key)) is not None]
+                if values:
+                    OmegaConf.update(tree, key.rpartition(".")[0], stands_for(values[-1]))
+        for source, layer in given:
+            try:
+                tree = OmegaConf.merge(tree, layer)
+            except OmegaConfBaseException as error:
+                raise ConfigError(f"{source}: {str(error).splitlines()[0]} (setting {error.full_key}).") from error
+            except TypeError as error:  # OmegaConf's own for a list where a mapping stands, and the other way round
+                kind = "a list or mapping is not of the kind of the setting"
+                raise ConfigError(f"{source}: {error} ({kind}).") from error
         return OmegaConf.to_object(tree)
     except OmegaConfBaseException as error:
         raise ConfigError(f"Setting {error.full_key}: {str(error).splitlines()[0]}") from error
+
+
+def _parse(what: str | Path, parse: Callable, text: Any) -> Any:
+    try:
+        return parse(text)
+    except Exception as error:
+        raise ConfigError(f"{what} is not valid YAML: {' '.join(str(error).split())}.") from error
 
 
 def to_yaml(config: Any) -> str:
@@ -135,7 +147,7 @@ def to_yaml(config: Any) -> str:
     return OmegaConf.to_yaml(OmegaConf.structured(config))
 
 
-def _refuse_unknown_keys(values: Mapping, schema: type, known: list[str], source: str, prefix: str = "") -> None:
+def _refuse_unknown_keys(values: Mapping, schema: type, known: Iterable[str], source: str, prefix: str = "") -> None:
     hints = typing.get_type_hints(schema)
     for name, value in values.items():
         key = f"{prefix}{name}"
@@ -152,18 +164,16 @@ def _refuse_unknown_keys(values: Mapping, schema: type, known: list[str], source
             _refuse_unknown_keys(value, hints[name], known, source, key + ".")
 
 
-def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The one of `known` that a mistyped `name` most likely means, if any is near."""
-    near = difflib.get_close_matches(name, list(known), n=1)
-    return near[0] if near else None
+def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """The one of `known` that a mistyped `name` most likely means, if any is as similar to it as `cutoff`, 0 to 1."""
+    return next(iter(difflib.get_close_matches(name, known, n=1, cutoff=cutoff)), None)
 
 
-def _nearest(key: str, value: Any, known: list[str]) -> str | None:
+def _nearest(key: str, value: Any, known: Iterable[str]) -> str | None:
     """The known setting that an unknown `key` most likely means; `value` may hold settings below it."""
     while isinstance(value, Mapping) and value:
         key, value = f"{key}.{next(iter(value))}", next(iter(value.values()))
     same_name = [k for k in known if k.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]]
     if same_name and "." not in key:
         return same_name[0]
-    near = difflib.get_close_matches(key, same_name, n=1, cutoff=0.0)
-    return near[0] if near else nearest(key, known)
+    return nearest(key, same_name, cutoff=0.0) or nearest(key, known)

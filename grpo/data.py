@@ -1,8 +1,9 @@
-"""How dataset rows become prompts: rendered (template, chat, opening) and tokenised once, before a model is loaded.
+"""How dataset rows become prompts, rendered and tokenised once before a model is loaded, and in which order they come.
 
-Rows come from grpo/sources.py; grpo/stream.py decides the order in which the prompts are given out.
+Rows come from grpo/sources.py; a PromptStream decides the order in which the prompts are given out.
 """
 
+import random
 import string
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -58,8 +59,8 @@ class Prompt:
 class Prompts(Sequence[Prompt]):
     """The tokenised prompts of the rows `kept`, each with its row read when asked for."""
 
-    def __init__(self, rows: datasets.Dataset, texts: list[str], tokens: list[list[int]], kept: list[int]):
-        self._kept, self._rows = kept, rows if len(kept) == len(rows) else rows.select(kept)
+    def __init__(self, rows: datasets.Dataset, texts: list[str], tokens: list[list[int]], kept: list[int]) -> None:
+        self._kept, self._rows = kept, rows.select(kept)
         self._tokens, self._texts = [tokens[index] for index in kept], [texts[index] for index in kept]
 
     def __len__(self) -> int:
@@ -69,10 +70,7 @@ class Prompts(Sequence[Prompt]):
         return Prompt(self._kept[i], self._tokens[i], self._texts[i], self._rows[i])
 
     def __iter__(self) -> Iterator[Prompt]:
-        # Many rows are read at once, which is far faster than one by one.
-        batches = (zip(*columns.values(), strict=True) for columns in self._rows.iter(batch_size=1000))
-        rows = (dict(zip(self._rows.column_names, values, strict=True)) for batch in batches for values in batch)
-        return map(Prompt, self._kept, self._tokens, self._texts, rows)
+        return map(Prompt, self._kept, self._tokens, self._texts, self._rows)  # faster than one by one
 
 
 def load_prompts(config: DataConfig, tokenizer: Tokenizer, split: str) -> Prompts:
@@ -84,47 +82,41 @@ def load_prompts(config: DataConfig, tokenizer: Tokenizer, split: str) -> Prompt
     if split == "eval" and config.eval_limit is not None:
         if config.eval_limit < 1:
             raise ConfigError(f"data.eval_limit={config.eval_limit} leaves no rows: give at least 1 or null.")
-        rows = rows.select(range(min(config.eval_limit, len(rows))))
+        rows = rows.take(min(config.eval_limit, len(rows)))
     return tokenize_prompts(rows, tokenizer, config, key)
 
 
-def tokenize_prompts(
-    rows: datasets.Dataset, tokenizer: Tokenizer, config: DataConfig, key: str = "data.train"
-) -> Prompts:
-    """Render and tokenise every row.
+def tokenize_prompts(rows: datasets.Dataset, tokenizer: Tokenizer, config: DataConfig, key: str) -> Prompts:
+    """Render and tokenise every row; raises ConfigError where a column, the template or a prompt does not fit.
 
     A raw prompt gets the special tokens that the tokenizer adds by itself (such as a leading bos); a chat prompt gets
-    none, because the template writes its own. Raises ConfigError, naming the setting and the row, where a column, the
-    template or a prompt does not fit.
+    none, because the template writes its own.
     """
     choose(config.too_long, ("error", "drop"), "data.too_long")
     texts = _render(rows, tokenizer, config)
     tokens = _tokenize(texts, tokenizer, add_special_tokens=not config.chat)
-    for index, ids in enumerate(tokens):
-        if not ids:
-            raise ConfigError(f"{key}: the prompt of row {index} is empty; remove the row or fill its prompt.")
-    limit = config.max_prompt_tokens
-    kept = [index for index, ids in enumerate(tokens) if len(ids) <= limit]
-    if len(kept) < len(tokens) and config.too_long == "error":
-        index = next(index for index, ids in enumerate(tokens) if len(ids) > limit)
+    if [] in tokens:
+        row = tokens.index([])
+        raise ConfigError(f"{key}: the prompt of row {row} is empty; remove the row or fill its prompt.")
+    lengths, limit = [len(ids) for ids in tokens], config.max_prompt_tokens
+    kept = [row for row, length in enumerate(lengths) if length <= limit]
+    if len(kept) < len(lengths) and config.too_long == "error":
+        row, length = next((row, length) for row, length in enumerate(lengths) if length > limit)
         raise ConfigError(
-            f"{key}: the prompt of row {index} has {len(tokens[index])} tokens and data.max_prompt_tokens is {limit} "
-            f"({len(tokens) - len(kept)} of {len(tokens)} rows are longer, the longest has "
-            f"{max(map(len, tokens))}); raise it or set data.too_long=drop."
+            f"{key}: the prompt of row {row} has {length} tokens and data.max_prompt_tokens is {limit} "
+            f"({len(lengths) - len(kept)} of {len(lengths)} rows are longer, the longest has {max(lengths)}); "
+            "raise it or set data.too_long=drop."
         )
     if not kept:
         raise ConfigError(
-            f"{key}: all {len(tokens)} prompts are longer than data.max_prompt_tokens={limit} and were dropped; "
-            f"the shortest has {min(map(len, tokens))} tokens, so raise it."
+            f"{key}: all {len(lengths)} prompts are longer than data.max_prompt_tokens={limit} and were dropped; "
+            f"the shortest has {min(lengths)} tokens, so raise it."
         )
     return Prompts(rows, texts, tokens, kept)
 
 
 def tokenize_responses(prompts: Sequence[Prompt], tokenizer: Tokenizer, config: DataConfig) -> list[list[int]]:
-    """The token ids of each prompt's response to imitate, with the tokenizer's eos token at its end.
-
-    Raises ConfigError where the response column is missing or not text, and where the tokenizer has no eos token.
-    """
+    """The token ids of each response to imitate, ended by the eos token; raises ConfigError where one is not text."""
     if tokenizer.eos_token_id is None:
         raise ConfigError("The tokenizer has no eos token to end responses with: set it in its tokenizer_config.json.")
     column = config.response_column
@@ -132,10 +124,62 @@ def tokenize_responses(prompts: Sequence[Prompt], tokenizer: Tokenizer, config: 
     texts = [prompt.row[column] for prompt in prompts]
     for prompt, text in zip(prompts, texts, strict=True):
         if not isinstance(text, str):
-            raise ConfigError(
-                f"data.response_column: row {prompt.index} holds {text!r:.60} in {column}; name a column of text."
-            )
+            said = f"row {prompt.index} holds {text!r:.60} in {column}; name a column of text"
+            raise ConfigError(f"data.response_column: {said}.")
     return [[*ids, tokenizer.eos_token_id] for ids in _tokenize(texts, tokenizer, add_special_tokens=False)]
+
+
+class PromptStream:
+    """Prompts without end: each epoch gives every prompt once, in an order of its own that depends on the seed alone.
+
+    A step at the end of an epoch takes what it lacks from the next one, so it may hold a prompt twice. Raises
+    ConfigError, naming the setting `key`, where a step takes more prompts than there are.
+    """
+
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        prompts_per_step: int,
+        seed: int = 0,
+        shuffle: bool = True,
+        key: str = "batch.prompts_per_step",
+    ) -> None:
+        if not 1 <= prompts_per_step <= len(prompts):
+            data, fits = f"a dataset of {len(prompts)} prompts (data.train)", f"set it between 1 and {len(prompts)}"
+            raise ConfigError(f"{key}={prompts_per_step} does not fit {data}; {fits}.")
+        self.prompts, self.prompts_per_step, self.seed, self.shuffle = prompts, prompts_per_step, seed, shuffle
+        self.given = 0  # prompts in all
+        self._order = self._order_of(0)
+
+    def next(self, count: int | None = None) -> list[Prompt]:
+        """The next `count` prompts; None stands for `prompts_per_step`."""
+        step = []
+        for _ in range(self.prompts_per_step if count is None else count):
+            step.append(self.prompts[self._order[self.given % len(self.prompts)]])
+            self.given += 1
+            if self.given % len(self.prompts) == 0:
+                self._order = self._order_of(self.given // len(self.prompts))
+        return step
+
+    def state_dict(self) -> dict[str, int | bool]:
+        """What `load_state_dict` needs to go on with the very next prompt; plain numbers, fit for JSON."""
+        return {"given": self.given, "size": len(self.prompts), "seed": self.seed, "shuffle": self.shuffle}
+
+    def load_state_dict(self, state: dict[str, int | bool]) -> None:
+        """Go on where `state` was taken; raises ConfigError where it belongs to another order of prompts."""
+        settings = {"size": "data.train has {} prompts", "seed": "seed is {}", "shuffle": "data.shuffle is {}"}
+        for name, says in settings.items():
+            if state[name] != (present := self.state_dict()[name]):
+                differs = f"{says.format(present)} but it was {state[name]} when the checkpoint was saved"
+                raise ConfigError(f"The checkpoint cannot be resumed: {differs}; set it back or start a new run.")
+        self.given = state["given"]
+        self._order = self._order_of(self.given // len(self.prompts))
+
+    def _order_of(self, epoch: int) -> list[int]:
+        order = list(range(len(self.prompts)))
+        if self.shuffle:
+            random.Random(f"prompts {self.seed} {epoch}").shuffle(order)
+        return order
 
 
 def _tokenize(texts: list[str], tokenizer: Tokenizer, add_special_tokens: bool) -> list[list[int]]:
@@ -152,8 +196,7 @@ def _render(rows: datasets.Dataset, tokenizer: Tokenizer, config: DataConfig) ->
         _require_column(config.prompt_column, rows.column_names, "data.prompt_column")
         contents = rows[config.prompt_column][:]
     else:
-        columns = _template_columns(config.template, rows.column_names)
-        contents = (_fill(config.template, row, i) for i, row in enumerate(rows.select_columns(columns)))
+        contents = _fill(config.template, rows)
     system = [] if config.system is None else [{"role": "system", "content": config.system}]
     texts = []
     for index, content in enumerate(contents):
@@ -172,36 +215,30 @@ def _render(rows: datasets.Dataset, tokenizer: Tokenizer, config: DataConfig) ->
     return texts
 
 
-def _template_columns(template: str, columns: list[str]) -> list[str]:
+def _fill(template: str, rows: datasets.Dataset) -> Iterator[str]:
+    """The template filled from each row; only the columns that it names are read."""
     try:
         fields = [field for _, field, _, _ in string.Formatter().parse(template) if field is not None]
     except ValueError as error:
-        raise ConfigError(
-            f"data.template is not a format string ({reason(error)}): write a brace meant as text twice, {{{{ or }}}}."
-        ) from error
+        way_out = "write a brace meant as text twice, {{ or }}"
+        raise ConfigError(f"data.template is not a format string ({reason(error)}): {way_out}.") from error
     names = list(dict.fromkeys(field.split(".")[0].split("[")[0] for field in fields))
     if not names:
         raise ConfigError(
             f"data.template={template!r} names no column, so that every prompt would be the same: put one in braces "
-            f"(columns: {', '.join(columns)})."
+            f"(columns: {', '.join(rows.column_names)})."
         )
     for name in names:
-        _require_column(name, columns, "data.template")
-    return names
-
-
-def _fill(template: str, row: dict[str, Any], index: int) -> str:
-    try:
-        return template.format(**row)
-    except (ValueError, TypeError, LookupError, AttributeError) as error:
-        raise ConfigError(
-            f"data.template cannot be filled from row {index} ({reason(error)}): correct its braces or the row."
-        ) from error
+        _require_column(name, rows.column_names, "data.template")
+    for index, row in enumerate(rows.select_columns(names)):
+        try:
+            yield template.format(**row)
+        except (ValueError, TypeError, LookupError, AttributeError) as error:
+            said = f"cannot be filled from row {index} ({reason(error)})"
+            raise ConfigError(f"data.template {said}: correct its braces or the row.") from error
 
 
 def _require_column(name: str, columns: list[str], key: str) -> None:
     if name not in columns:
-        raise ConfigError(
-            f"{key} names the column {name!r}, which the data does not have{did_you_mean(name, columns)}; use one of "
-            f"{', '.join(columns)}."
-        )
+        missing = f"the column {name!r}, which the data does not have{did_you_mean(name, columns)}"
+        raise ConfigError(f"{key} names {missing}; use one of {', '.join(columns)}.")

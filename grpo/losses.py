@@ -4,18 +4,16 @@ The loss weights (grpo/advantages.py) hold the denominators, counted over all ra
 sum here, and its gradient is the same however the batch was cut.
 """
 
-from collections.abc import Mapping
-
-import torch
+from torch import Tensor
 
 from grpo.algorithm import AlgorithmConfig
-from grpo.choices import apply, token_ratio
+from grpo.choices import apply
 from grpo.metrics import Line, Max, Mean, Metric
 
 
 def policy_loss(
-    logprobs_N: torch.Tensor, entropy_N: torch.Tensor, fields: Mapping[str, torch.Tensor], config: AlgorithmConfig
-) -> tuple[torch.Tensor, dict[str, Metric]]:
+    logprobs_N: Tensor, entropy_N: Tensor, fields: dict[str, Tensor], config: AlgorithmConfig
+) -> tuple[Tensor, dict[str, Metric]]:
     """loss = sum_t weight_t [ -w_t objective_t + kl_coefficient kl_t - entropy_coefficient H_t ]
 
     `fields`, each [N]: advantages and loss_weights float32; seq_id int64, which sequence a token is of (those of one
@@ -26,12 +24,9 @@ def policy_loss(
     Returns the loss, a scalar with gradient, and metrics of the N tokens.
     """
     advantages, seq_id = fields["advantages"], fields["seq_id"]
-    if "old_logprobs" in fields:
-        old = fields["old_logprobs"]
-        ratio = apply("ratio", config, logprobs_N, old, seq_id)
-    else:
-        old = logprobs_N.detach()
-        ratio = token_ratio(logprobs_N, old, seq_id)
+    old = fields.get("old_logprobs", logprobs_N.detach())
+    off_policy = "old_logprobs" in fields
+    ratio = apply("ratio", config, logprobs_N, old, seq_id) if off_policy else (logprobs_N - old).exp()
     loss = -apply("clip", config, ratio, logprobs_N, advantages)
     value = ratio.detach()
     low, high = value < 1 - config.clip_low, value > 1 + config.clip_high
@@ -45,10 +40,9 @@ def policy_loss(
     }
     if config.correction != "none":
         weight = apply("correction_level", config, old - fields["rollout_logprobs"], seq_id)
-        corrected = apply("correction", config, weight)
-        loss = loss * corrected
-        metrics["correction/mean"] = Mean(corrected.sum())
-        metrics["correction/bounded"] = Mean((corrected != weight).sum())
+        bounded = apply("correction", config, weight)
+        loss = loss * bounded
+        metrics |= {"correction/mean": Mean(bounded.sum()), "correction/bounded": Mean((bounded != weight).sum())}
     if "ref_logprobs" in fields:
         kl = apply("kl_estimator", config, logprobs_N - fields["ref_logprobs"])
         metrics["kl"] = Mean(kl.detach().sum())
@@ -59,17 +53,17 @@ def policy_loss(
     return (fields["loss_weights"] * loss).sum(), metrics
 
 
-def sft_loss(logprobs_N: torch.Tensor, loss_weights_N: torch.Tensor) -> torch.Tensor:
+def sft_loss(logprobs_N: Tensor, loss_weights_N: Tensor) -> Tensor:
     """The weighted negative log-likelihood of the response tokens: what supervised training minimises."""
     return -(loss_weights_N * logprobs_N).sum()
 
 
-def gap_metrics(logprobs_N: torch.Tensor, fields: Mapping[str, torch.Tensor]) -> dict[str, Metric]:
+def gap_metrics(logprobs_N: Tensor, fields: dict[str, Tensor]) -> dict[str, Metric]:
     """How the engine's log-probabilities (rollout_logprobs) differ from the trainer's (old_logprobs, if there are any).
 
     Another temperature stretches log-probabilities: the gap then follows them, which nothing else makes it do.
     """
-    ours = fields["old_logprobs"] if "old_logprobs" in fields else logprobs_N.detach()
+    ours = fields.get("old_logprobs", logprobs_N.detach())
     gap = fields["rollout_logprobs"] - ours
     return {
         "rollout/logprob_gap": Mean(gap.abs().sum()),

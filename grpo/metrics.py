@@ -12,34 +12,31 @@ A loss function returns them for the tokens it sees, as tensors on the device. `
 `flat` makes them ready for the ranks' all-reduce, and `read` makes metrics of floats of the result, on the host.
 """
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 
 @dataclass(frozen=True)
 class Metric:
-    """value: a tensor, [] or for Line [5], and once the update is read a float."""
-
-    value: torch.Tensor | float
+    value: Tensor | float  # a tensor, [] or for Line [5], and once the update is read a float
 
     join = staticmethod(torch.add)
     over_updates = staticmethod(lambda values: sum(values) / len(values))
 
-    def read(self, name: str, numbers: Sequence[float], tokens: float) -> dict[str, "Metric"]:
+    def read(self, name: str, numbers: list[float], tokens: float) -> dict[str, "Metric"]:
         """The metrics of floats that `numbers`, the value over all ranks, become in an update of `tokens` tokens."""
         return {name: type(self)(numbers[0])}
 
 
-class Sum(Metric):
-    pass
+class Sum(Metric): ...
 
 
 class Mean(Metric):
     """Also what an update has one of, such as its learning rate."""
 
-    def read(self, name: str, numbers: Sequence[float], tokens: float) -> dict[str, Metric]:
+    def read(self, name: str, numbers: list[float], tokens: float) -> dict[str, Metric]:
         return {name: Mean(numbers[0] / tokens)}
 
 
@@ -48,7 +45,7 @@ class Max(Metric):
     over_updates = staticmethod(max)
 
     @classmethod
-    def of(cls, values_N: torch.Tensor) -> "Max":
+    def of(cls, values_N: Tensor) -> "Max":
         """The largest of `values_N`, which are not negative; 0 where there are none."""
         return cls(values_N.max() if len(values_N) else values_N.new_zeros(()))
 
@@ -61,45 +58,38 @@ class Line(Metric):
     """How y follows x over tokens: NAME_correlation, and NAME_slope of the line of least squares."""
 
     @classmethod
-    def of(cls, x_N: torch.Tensor, y_N: torch.Tensor) -> "Line":
+    def of(cls, x_N: Tensor, y_N: Tensor) -> "Line":
         return cls(torch.stack([m.sum() for m in (x_N, y_N, x_N.square(), y_N.square(), x_N * y_N)]))
 
-    def read(self, name: str, numbers: Sequence[float], tokens: float) -> dict[str, Metric]:
+    def read(self, name: str, numbers: list[float], tokens: float) -> dict[str, Metric]:
         x, y, xx, yy, xy = (number / tokens for number in numbers)
         covariance, variance_x, variance_y = xy - x * y, max(xx - x * x, 1e-12), max(yy - y * y, 1e-12)
         correlation = covariance / (variance_x * variance_y) ** 0.5
         return {f"{name}_correlation": Mean(correlation), f"{name}_slope": Mean(covariance / variance_x)}
 
 
-def merge(metrics: dict[str, Metric], more: Mapping[str, Metric]) -> None:
+def merge(metrics: dict[str, Metric], more: dict[str, Metric]) -> None:
     """Put into `metrics` those of another piece of the update."""
     for name, metric in more.items():
         known = metrics.get(name)
         metrics[name] = metric if known is None else type(metric)(metric.join(known.value, metric.value))
 
 
-def flat(metrics: Mapping[str, Metric], largest: bool) -> list[torch.Tensor]:
-    """float64 vectors: the values that are added up over ranks, or those of which the largest is taken."""
-    chosen = (metric for metric in metrics.values() if isinstance(metric, Max) == largest)
-    return [metric.value.double().reshape(-1) for metric in chosen]
+def flat(metrics: dict[str, Metric], largest: bool) -> Tensor:
+    """[V] float64: the values that are added up over ranks, or those of which the largest is taken."""
+    return torch.cat([m.value.double().reshape(-1) for m in metrics.values() if isinstance(m, Max) == largest])
 
 
-def read(
-    metrics: Mapping[str, Metric], added: Sequence[float], largest: Sequence[float], tokens: float
-) -> dict[str, Metric]:
+def read(metrics: dict[str, Metric], added: list[float], largest: list[float], tokens: float) -> dict[str, Metric]:
     """The metrics of floats that the two kinds of `flat` values are, reduced over ranks."""
-    numbers = {False: iter(added), True: iter(largest)}
-    found: dict[str, Metric] = {}
+    numbers, found = {False: iter(added), True: iter(largest)}, {}
     for name, metric in metrics.items():
         own = [next(numbers[isinstance(metric, Max)]) for _ in range(metric.value.numel())]
         found |= metric.read(name, own, tokens)
     return found
 
 
-def over_updates(updates: Sequence[Mapping[str, Metric]]) -> dict[str, float]:
+def over_updates(updates: list[dict[str, Metric]]) -> dict[str, float]:
     """The metrics of a step, from those of its updates."""
-    found: dict[str, list[Metric]] = {}
-    for update in updates:
-        for name, metric in update.items():
-            found.setdefault(name, []).append(metric)
-    return {name: metrics[0].over_updates([metric.value for metric in metrics]) for name, metrics in found.items()}
+    types = {name: type(metric) for update in updates for name, metric in update.items()}
+    return {n: kind.over_updates([update[n].value for update in updates if n in update]) for n, kind in types.items()}

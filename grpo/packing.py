@@ -13,12 +13,11 @@ def balance(costs: Sequence[float], count: int) -> list[list[int]]:
         raise ValueError(f"{len(costs)} samples cannot be split over {count} ranks.")
     bins: list[list[int]] = [[] for _ in range(count)]
     sums = [0.0] * count
-    order = sorted(range(len(costs)), key=lambda i: (-costs[i], i))
-    for place, i in enumerate(order):
+    for place, i in enumerate(sorted(range(len(costs)), key=lambda i: -costs[i])):
         # The last samples go to the lists that would stay empty otherwise.
         empty = [b for b in range(count) if not bins[b]]
-        open_bins = empty if len(order) - place <= len(empty) else range(count)
-        best = min(open_bins, key=lambda b: (sums[b], b))
+        open_bins = empty if len(costs) - place <= len(empty) else range(count)
+        best = min(open_bins, key=lambda b: sums[b])
         bins[best].append(i)
         sums[best] += costs[i]
     return [sorted(b) for b in bins]
@@ -39,14 +38,13 @@ def pack(
         raise ValueError(f"A sample of {max(lengths)} tokens does not fit max_tokens_per_microbatch={max_tokens}.")
     bins: list[list[int]] = []
     room: list[int] = []
-    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         fitting = [b for b in range(len(bins)) if room[b] >= lengths[i]]
-        if fitting:
-            best = min(fitting, key=lambda b: (room[b], b))
-        else:
-            best = len(bins)
+        if not fitting:
+            fitting = [len(bins)]
             bins.append([])
             room.append(max_tokens)
+        best = min(fitting, key=lambda b: room[b])
         bins[best].append(i)
         room[best] -= lengths[i]
     while len(bins) < at_least:

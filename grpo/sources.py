@@ -3,7 +3,6 @@
 `load_rows` finds out which of these a source is. What is wrong with it is a ConfigError of one sentence.
 """
 
-import importlib
 import importlib.util
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -23,18 +22,21 @@ READERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "cs
 def load_rows(source: str, split: str, subset: str | None = None, key: str = "data.train") -> datasets.Dataset:
     """The rows of `source` (see `DataConfig.train`); what exists on disk wins over a hub name.
 
-    Raises ConfigError, naming the setting `key`, where the source is missing, unreachable, unreadable or empty, and
-    where it does not have the split.
+    Raises ConfigError, naming the setting `key`, where it is missing, unreachable, unreadable, empty or has no `split`.
     """
     path = Path(source).expanduser()
-    module, colon, function = source.rpartition(":")
+    looks_like_path = source.startswith((".", "/", "~")) or source.endswith(tuple(READERS)) or source.count("/") > 1
     if path.is_file():
         rows = _read_file(path, key)
     elif (path / "dataset_dict.json").is_file() or (path / "dataset_info.json").is_file():
-        rows = _pick_split(datasets.load_from_disk(str(path)), source, split, key)
-    elif colon:
-        rows = _run_function(module, function, split, key)
-    elif path.is_dir() or not _looks_like_path(source):
+        rows = datasets.load_from_disk(str(path))
+        if isinstance(rows, datasets.DatasetDict):
+            if split not in rows:
+                raise ConfigError(f"{key}_split={split}: {source} has no such split; use one of {', '.join(rows)}.")
+            rows = rows[split]
+    elif ":" in source:
+        rows = _run_function(source, split, key)
+    elif path.is_dir() or not looks_like_path:
         rows = _load_dataset(source, split, subset, key)
     else:
         raise ConfigError(f"{key}: there is no file {source}{_nearest_file(path)}; give the path of a file.")
@@ -51,9 +53,8 @@ def _read_file(path: Path, key: str) -> datasets.Dataset:
     try:
         return datasets.load_dataset(READERS[path.suffix], data_files=str(path))["train"]
     except (datasets.exceptions.DatasetsError, ValueError, OSError) as error:
-        raise ConfigError(
-            f"{key}: {path} holds no rows that can be read as {path.suffix[1:]} ({reason(error)}); repair the file."
-        ) from error
+        unread = f"{path} holds no rows that can be read as {path.suffix[1:]}"
+        raise ConfigError(f"{key}: {unread} ({reason(error)}); repair the file.") from error
 
 
 def _load_dataset(source: str, split: str, subset: str | None, key: str) -> datasets.Dataset:
@@ -63,45 +64,32 @@ def _load_dataset(source: str, split: str, subset: str | None, key: str) -> data
             huggingface_hub.HfApi().dataset_info(source, timeout=10)
         return datasets.load_dataset(source, subset, split=split)
     except (RepositoryNotFoundError, HFValidationError) as error:
-        raise ConfigError(
-            f"{key}: {source} is neither a file here nor a dataset you can read on the Hugging Face hub; correct it or "
-            "give the path of a local file."
-        ) from error
+        wrong = "is neither a file here nor a dataset you can read on the Hugging Face hub"
+        raise ConfigError(f"{key}: {source} {wrong}; correct it or give the path of a local file.") from error
     except (ConnectionError, httpx.HTTPError) as error:
-        raise ConfigError(
-            f"{key}: {source} is no file here and the Hugging Face hub cannot be reached ({reason(error)}); give the "
-            "path of a local file, or set HF_HUB_OFFLINE=1 if the dataset was downloaded before."
-        ) from error
+        wrong = f"is no file here and the Hugging Face hub cannot be reached ({reason(error)})"
+        way_out = "give the path of a local file, or set HF_HUB_OFFLINE=1 if the dataset was downloaded before"
+        raise ConfigError(f"{key}: {source} {wrong}; {way_out}.") from error
     except (datasets.exceptions.DatasetsError, ValueError, OSError) as error:
-        raise ConfigError(
-            f"{key}: {source} cannot be loaded with {key}_split={split} and data.subset={subset} ({reason(error)}); "
-            "correct these or give the path of a local file."
-        ) from error
+        wrong = f"cannot be loaded with {key}_split={split} and data.subset={subset} ({reason(error)})"
+        raise ConfigError(f"{key}: {source} {wrong}; correct these or give the path of a local file.") from error
 
 
-def _pick_split(loaded: datasets.Dataset | datasets.DatasetDict, source: str, split: str, key: str) -> datasets.Dataset:
-    if isinstance(loaded, datasets.Dataset):
-        return loaded
-    if split not in loaded:
-        raise ConfigError(f"{key}_split={split}: {source} has no such split; use one of {', '.join(loaded)}.")
-    return loaded[split]
-
-
-def _run_function(module: str, name: str, split: str, key: str) -> datasets.Dataset:
-    rows = list(_find_function(module, name, key)(split))
+def _run_function(source: str, split: str, key: str) -> datasets.Dataset:
+    rows = list(_find_function(source, key)(split))
     for index, row in enumerate(rows):
         if not isinstance(row, dict):
-            raise ConfigError(f"{key}: {module}:{name} yields {row!r:.60} as row {index}; let it yield dicts.")
+            raise ConfigError(f"{key}: {source} yields {row!r:.60} as row {index}; let it yield dicts.")
     columns = dict.fromkeys(column for row in rows for column in row)
     try:
         return datasets.Dataset.from_dict({column: [row.get(column) for row in rows] for column in columns})
     except (pyarrow.ArrowException, ValueError, TypeError) as error:
-        raise ConfigError(
-            f"{key}: the rows of {module}:{name} do not share types ({reason(error)}); give each column one type."
-        ) from error
+        mixed = f"the rows of {source} do not share types ({reason(error)})"
+        raise ConfigError(f"{key}: {mixed}; give each column one type.") from error
 
 
-def _find_function(module: str, name: str, key: str) -> Callable[[str], Iterable[dict]]:
+def _find_function(source: str, key: str) -> Callable[[str], Iterable[dict]]:
+    module, _, name = source.rpartition(":")
     if module.endswith(".py"):
         path = Path(module).expanduser()
         if not path.is_file():
@@ -122,15 +110,10 @@ def _find_function(module: str, name: str, key: str) -> Callable[[str], Iterable
     return function
 
 
-def _looks_like_path(source: str) -> bool:
-    return source.startswith((".", "/", "~")) or source.endswith(tuple(READERS)) or source.count("/") > 1
-
-
 def _nearest_file(path: Path) -> str:
-    folder = path.parent
-    if not folder.is_dir():
-        return f" (nor a folder {folder})"
-    return did_you_mean(path.name, [entry.name for entry in folder.iterdir()])
+    if not path.parent.is_dir():
+        return f" (nor a folder {path.parent})"
+    return did_you_mean(path.name, [entry.name for entry in path.parent.iterdir()])
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

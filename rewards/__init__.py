@@ -11,9 +11,7 @@ To add one, drop a .py file into this folder (or list it under rewards.files) th
 This package stands alone: it imports nothing of the trainer and no torch, so that a worker starts fast.
 """
 
-from rewards.config import RewardsConfig, missing_columns, validate
-from rewards.pool import Failure, Grade, RewardPool, Scores
-from rewards.registry import Reward, get, names, register
+from rewards.pool import Failure, Grade, RewardPool
+from rewards.registry import RewardsConfig, get, missing_columns, names, register, validate
 
-__all__ = ["Failure", "Grade", "Reward", "RewardPool", "RewardsConfig", "Scores"]
-__all__ += ["get", "missing_columns", "names", "register", "validate"]
+__all__ = ["Failure", "Grade", "RewardPool", "RewardsConfig", "get", "missing_columns", "names", "register", "validate"]

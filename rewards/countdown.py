@@ -20,9 +20,10 @@ from fractions import Fraction
 from rewards.registry import register
 
 MAX_CHARACTERS = 1000
-SIGNS = {"+": "sign+", "-": "sign-"}
+PREFIXES = {"(": "(", "+": "sign+", "-": "sign-"}  # what may stand before a number, and what it is there
 PRECEDENCE = {"+": 1, "-": 1, "*": 2, "/": 2, "sign+": 3, "sign-": 3}
 OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
+OPERATIONS |= {"sign+": operator.pos, "sign-": operator.neg}
 TO_ASCII = str.maketrans("×÷−", "*/-")
 # "05" and "1 2" become two numbers side by side, which no expression has.
 TOKEN = re.compile(r"0|[1-9][0-9]*|\S")
@@ -37,10 +38,11 @@ def countdown(completion: str, row: dict, *, valid: float = 0.1, format: float =
     holds something else raises ValueError. The task is TinyZero's (https://github.com/Jiayi-Pan/TinyZero).
     """
     numbers, target = _read_row(row)
-    answer = _last_answer(completion.rpartition("</think>")[2])
-    if answer is None:
+    text = completion.rpartition("</think>")[2]
+    _, opened, answer = text.rpartition("</answer>")[0].rpartition("<answer>")
+    if not opened:
         return 0.0
-    expression = answer.partition("=")[0]
+    expression = answer.partition("</answer>")[0].partition("=")[0]
     if len(expression) > MAX_CHARACTERS:
         return format
     tokens = TOKEN.findall(expression.translate(TO_ASCII))
@@ -63,10 +65,8 @@ def evaluate(tokens: list[str]) -> Fraction | None:
     operand_next = True
     for token in tokens:
         if operand_next:
-            if token == "(":
-                pending.append(token)
-            elif token in SIGNS:
-                pending.append(SIGNS[token])
+            if token in PREFIXES:
+                pending.append(PREFIXES[token])
             elif _is_number(token):
                 values.append(Fraction(int(token)))
                 operand_next = False
@@ -94,13 +94,10 @@ def evaluate(tokens: list[str]) -> Fraction | None:
 def _reduce(values: list[Fraction | None], pending: list[str], level: int) -> None:
     while pending and pending[-1] != "(" and PRECEDENCE[pending[-1]] >= level:
         operation, right = pending.pop(), values.pop()
-        if operation in SIGNS.values():
-            values.append(-right if operation == "sign-" and right is not None else right)
-            continue
-        left = values.pop()
+        operands = (right,) if operation.startswith("sign") else (values.pop(), right)
         # None goes on as None: an expression that divides by zero must still be read to its end, it may be malformed.
-        undefined = left is None or right is None or (operation == "/" and right == 0)
-        values.append(None if undefined else OPERATIONS[operation](left, right))
+        undefined = None in operands or (operation == "/" and right == 0)
+        values.append(None if undefined else OPERATIONS[operation](*operands))
 
 
 def _is_number(token: str) -> bool:
@@ -108,28 +105,18 @@ def _is_number(token: str) -> bool:
     return token.isascii() and token.isdigit()
 
 
-def _last_answer(text: str) -> str | None:
-    start = text.rfind("<answer>", 0, max(text.rfind("</answer>"), 0))
-    if start < 0:
-        return None
-    return text[start + len("<answer>") :].partition("</answer>")[0]
-
-
 def _read_row(row: dict) -> tuple[list[int], int]:
     for column in ("numbers", "target"):
         if column not in row:
             raise ValueError(f"countdown needs the column {column!r}, and the row has {sorted(row)}.")
     try:
-        numbers, target = [_integer(number) for number in row["numbers"]], _integer(row["target"])
+        values = [*row["numbers"], row["target"]]
+        *numbers, target = map(operator.index, values)  # also takes what numpy and arrow call an integer
+        if any(isinstance(value, bool) for value in values):
+            raise TypeError("a bool is not a number here")
     except TypeError as error:
         given = f"numbers={row['numbers']!r} and target={row['target']!r}"
         raise ValueError(f"countdown needs a list of integers and an integer, not {given}.") from error
     if not numbers or min(numbers) < 0:
         raise ValueError(f"countdown needs one or more numbers, none of them negative, not {numbers}.")
     return numbers, target
-
-
-def _integer(value: object) -> int:
-    if isinstance(value, bool):
-        raise TypeError("a bool is not a number here")
-    return operator.index(value)  # also what numpy and arrow call an integer

@@ -36,11 +36,10 @@ def math(completion: str, row: dict) -> float:
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     gold = _parse_gold(row["answer"])
     text = completion.rpartition("</think>")[2]
-    if BOX in text:
-        return float(verify(gold, _parse_box(_last_box(text)), timeout_seconds=None))
     # math-verify does not see a number that touches a tag.
     tail = re.sub("</?answer>", " ", text[-MAX_CHARACTERS:])
-    return float(verify(gold, parse(tail, parsing_timeout=None), timeout_seconds=None))
+    answer = _parse_box(_last_box(text)) if BOX in text else parse(tail, parsing_timeout=None)
+    return float(verify(gold, answer, timeout_seconds=None))
 
 
 # A prompt is answered many times over, and its gold answer is the slower half of a grade.
@@ -48,7 +47,7 @@ def math(completion: str, row: dict) -> float:
 def _parse_gold(answer: str) -> list[Any]:
     gold = _last_box(answer) if BOX in answer else answer.rpartition("####")[2]
     parsed = _parse_box(gold)
-    if not any(not isinstance(value, str) for value in parsed):
+    if all(isinstance(value, str) for value in parsed):
         raise ValueError(f"math cannot read the row's answer {answer!r} as mathematics.")
     return parsed
 

@@ -7,7 +7,6 @@ back to the queue, and a new process takes its place.
 """
 
 import contextlib
-import dataclasses
 import math
 import os
 import pickle
@@ -16,27 +15,27 @@ import threading
 import time
 from collections import deque
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from rewards.config import RewardsConfig
+from rewards.registry import RewardsConfig
 from rewards.worker import Worker
 
 MAX_CHUNK = 64  # tasks that a worker is sent at once
 QUICK_SECONDS = 0.05  # what a chunk may take for the next one to be twice as large
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Failure:
-    """One reward that could not be computed and counts as 0.0; `index` is the completion's place in its batch."""
+    """One reward that could not be computed and counts as 0.0."""
 
-    index: int
     reward: str
     kind: Literal["timeout", "exception", "crash", "not a number"]
     message: str
     completion: str
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Grade:
     """What one completion earned: `components` (reward name -> value) and `total`, their weighted sum."""
 
@@ -45,14 +44,17 @@ class Grade:
     failures: list[Failure]
 
 
-@dataclasses.dataclass(frozen=True)
-class Scores:
-    """What a batch of N completions earned: `total` [N] and `components` (reward name -> [N], before weights)."""
+@dataclass(eq=False)
+class _Request:
+    """A completion that is being graded, and what its tasks have come to."""
 
-    total: list[float]
-    components: dict[str, list[float]]
-    failures: list[Failure]
-    seconds: float
+    completion: str
+    payload: bytes  # pickled (completion, row), so that each reward gets a row of its own, which it may change
+    future: Future[Grade] = field(default_factory=Future)
+    answers: dict[str, tuple[str, Any]] = field(default_factory=dict)  # reward name -> what Worker.receive returned
+
+
+_Task = tuple[_Request, str]  # compute the reward of this name
 
 
 class RewardPool(contextlib.AbstractContextManager):
@@ -75,16 +77,15 @@ class RewardPool(contextlib.AbstractContextManager):
         # What is sent here is never read: it ends every wait for a worker from then on.
         self._stop, self._stop_sender = socket.socketpair()
         self._workers = [Worker(setup, start_timeout_seconds, self._stop) for _ in range(config.processes)]
-        self._threads: list[threading.Thread] = []
+        self._threads = [threading.Thread(target=self._run, args=[worker], daemon=True) for worker in self._workers]
         self._changed = threading.Condition()  # guards all below, and what a _Request gathers
         self._queue: deque[_Task] = deque()
         self._pending: set[_Request] = set()
         self._ready = 0
         self._end: Exception | None = None  # why the pool takes no more completions
         try:
-            for worker in self._workers:
-                self._threads.append(threading.Thread(target=self._run, args=(worker,), daemon=True))
-                self._threads[-1].start()
+            for thread in self._threads:
+                thread.start()
             with self._changed:
                 self._changed.wait_for(lambda: self._end or self._ready == len(self._workers))
             if self._end:
@@ -109,23 +110,6 @@ class RewardPool(contextlib.AbstractContextManager):
             self._queue.extend((request, name) for name in self._weights)
             self._changed.notify(len(self._weights))
         return request.future
-
-    def score(self, completions: list[str], rows: list[dict]) -> Scores:
-        """Grade a batch and wait for it; raises what `submit` and its futures raise.
-
-        This takes at most timeout_seconds, and the time to replace a worker, for each of a worker's tasks.
-        """
-        if len(completions) != len(rows):
-            raise ValueError(f"There are {len(completions)} completions but {len(rows)} rows: give one for each.")
-        started = time.monotonic()
-        futures = [self.submit(completion, row) for completion, row in zip(completions, rows, strict=True)]
-        grades = [future.result() for future in futures]
-        return Scores(
-            total=[grade.total for grade in grades],
-            components={name: [grade.components[name] for grade in grades] for name in self._weights},
-            failures=[dataclasses.replace(f, index=i) for i, grade in enumerate(grades) for f in grade.failures],
-            seconds=time.monotonic() - started,
-        )
 
     def close(self) -> None:
         """Kill the workers; futures that are not done get a RuntimeError. A second time does nothing."""
@@ -168,14 +152,14 @@ class RewardPool(contextlib.AbstractContextManager):
         finally:
             worker.kill()
 
-    def _take(self, chunk: int) -> "deque[_Task]":
+    def _take(self, chunk: int) -> deque[_Task]:
         """Wait for tasks and take up to `chunk`, fewer where the queue is short; none once the pool has ended."""
         with self._changed:
             self._changed.wait_for(lambda: self._queue or self._end)
             size = min(chunk, math.ceil(len(self._queue) / (2 * len(self._workers))))
             return deque() if self._end else deque(self._queue.popleft() for _ in range(size))
 
-    def _grade(self, worker: Worker, tasks: "deque[_Task]") -> None:
+    def _grade(self, worker: Worker, tasks: deque[_Task]) -> None:
         """Have the worker do `tasks`. If it dies or is late, the rest goes back to the queue and it starts anew."""
         # One that died while it had nothing to do is replaced before a task could be blamed for it.
         if worker.is_dead():
@@ -183,37 +167,22 @@ class RewardPool(contextlib.AbstractContextManager):
         worker.send(pickle.dumps([(name, request.payload) for request, name in tasks]))
         while tasks:
             kind, result = worker.receive(self._timeout)
-            self._answer(*tasks.popleft(), kind, result)
+            self._answer(*tasks.popleft(), (kind, result))
             if kind in ("timeout", "crash"):
                 with self._changed:
                     self._queue.extendleft(reversed(tasks))
                     self._changed.notify(len(tasks))
                 return worker.start()
 
-    def _answer(self, request: "_Request", name: str, kind: str, result: Any) -> None:
-        """Note the result of one task, or how it failed; the last task of a completion completes its grade."""
+    def _answer(self, request: _Request, name: str, answer: tuple[str, Any]) -> None:
+        """Note the answer to one task; the last one of a completion completes its grade."""
         with self._changed:
-            request.components[name] = result if kind == "ok" else 0.0
-            if kind != "ok":
-                request.failures.append(Failure(0, name, kind, result, request.completion))
-            if len(request.components) < len(self._weights) or self._end:
+            request.answers[name] = answer
+            if len(request.answers) < len(self._weights) or self._end:
                 return
             self._pending.remove(request)
-        components = {name: request.components[name] for name in self._weights}
+        answers = [(name, *request.answers[name]) for name in self._weights]
+        components = {name: result if kind == "ok" else 0.0 for name, kind, result in answers}
         total = sum(weight * components[name] for name, weight in self._weights.items())
-        failures = sorted(request.failures, key=lambda failure: failure.reward)
-        request.future.set_result(Grade(total, components, failures))
-
-
-@dataclasses.dataclass(eq=False)
-class _Request:
-    """A completion that is being graded, and what its tasks have come to."""
-
-    completion: str
-    payload: bytes  # pickled (completion, row), so that each reward gets a row of its own, which it may change
-    future: Future[Grade] = dataclasses.field(default_factory=Future)
-    components: dict[str, float] = dataclasses.field(default_factory=dict)
-    failures: list[Failure] = dataclasses.field(default_factory=list)
-
-
-_Task = tuple[_Request, str]  # compute the reward of this name
+        failed = sorted(answer for answer in answers if answer[1] != "ok")
+        request.future.set_result(Grade(total, components, [Failure(*answer, request.completion) for answer in failed]))

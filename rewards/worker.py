@@ -106,17 +106,14 @@ class Worker:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         code = self.process.wait(timeout=10.0)
-        self._read_stderr()
-        for stream in (self.process.stdin, self.process.stdout, self.process.stderr):
-            stream.close()
+        with self.process:  # closes its pipes
+            self._read_stderr()
         self.process = None
         return f"exited with code {code}" if code >= 0 else f"was ended by signal {-code} ({signal.strsignal(-code)})"
 
     def _write(self) -> None:
         try:
             self._outbox = self._outbox[os.write(self.process.stdin.fileno(), self._outbox) :]
-        except BlockingIOError:
-            return
         except BrokenPipeError:
             self._outbox = memoryview(b"")  # Nobody reads any more, and the end of its stdout will say so.
         if not self._outbox:

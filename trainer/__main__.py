@@ -30,6 +30,11 @@ COMMANDS = {
     "prove": (TrainConfig, "check that an update is the same however cut, and nothing moves at a learning rate of 0"),
 }
 
+PAGE_HEAD = """# Settings
+
+`python -m trainer settings > docs/config.md` writes this page. Settings come from one YAML file, then from
+`key=value` on the command line; an unknown key is refused with the nearest known one."""
+
 
 def settings_help(schema: type) -> str:
     """Every setting of a command with its type, default and meaning, as --help shows it."""
@@ -41,21 +46,12 @@ def settings_help(schema: type) -> str:
 
 def settings_page() -> str:
     """docs/config.md: the settings of both commands as Markdown tables."""
-    lines = [
-        "# Settings",
-        "",
-        "`python -m trainer settings > docs/config.md` writes this page. Settings come from one YAML file, then from",
-        "`key=value` on the command line; an unknown key is refused with the nearest known one.",
-    ]
-    shared = {key for key, *_ in describe(RunConfig)}
-    for title, schema, hidden in (
-        ("`train` and `sft`", RunConfig, set()),
-        ("`train` alone", TrainConfig, shared),
-        ("`sft` alone", SftConfig, shared),
-    ):
-        lines += ["", f"## {title}", "", "| setting | type | default | meaning |", "|---|---|---|---|"]
+    sections = {"`train` and `sft`": RunConfig, "`train` alone": TrainConfig, "`sft` alone": SftConfig}
+    lines, shared = [PAGE_HEAD], {key for key, *_ in describe(RunConfig)}
+    for title, schema in sections.items():
+        lines.append(f"\n## {title}\n\n| setting | type | default | meaning |\n|---|---|---|---|")
         for key, kind, default, doc in describe(schema):
-            if key not in hidden:
+            if schema is RunConfig or key not in shared:
                 shown = "null" if default is None else repr(default)
                 lines.append(f"| `{key}` | {kind.replace('|', 'or')} | `{shown}` | {doc.replace('|', 'or')} |")
     return "\n".join(lines)
@@ -63,16 +59,14 @@ def settings_page() -> str:
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     """The command and its arguments; argparse exits with 2 where they do not fit."""
-    parser = argparse.ArgumentParser(
-        prog="python -m trainer",
-        description="GRPO for language models, in one process or in N: torchrun --nproc-per-node N -m trainer ...",
-        epilog=f"{settings_help(TrainConfig)}\n\nThose of sft: python -m trainer sft --help",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    raw = argparse.RawDescriptionHelpFormatter
+    about = "GRPO for language models, in one process or in N: torchrun --nproc-per-node N -m trainer ..."
+    epilog = f"{settings_help(TrainConfig)}\n\nThose of sft: python -m trainer sft --help"
+    parser = argparse.ArgumentParser("python -m trainer", description=about, epilog=epilog, formatter_class=raw)
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     for name, (schema, about) in COMMANDS.items():
         texts = {"help": about, "description": about, "epilog": settings_help(schema)}
-        command = commands.add_parser(name, **texts, formatter_class=argparse.RawDescriptionHelpFormatter)
+        command = commands.add_parser(name, **texts, formatter_class=raw)
         command.add_argument("config", nargs="?", help="YAML file of settings")
         command.add_argument("overrides", nargs="*", metavar="key=value", help="settings that win over the file")
     command = commands.add_parser("export", help="write a run's checkpoint as a Hugging Face folder")

@@ -3,20 +3,16 @@
 import dataclasses
 import textwrap
 
-from grpo.algorithm import PRESET_SETTINGS, AlgorithmConfig
-from grpo.choices import chosen
-from grpo.presets import PRESETS, values_of
-
-WIDTH = 100
+from grpo.algorithm import PRESET_SETTINGS, PRESETS, AlgorithmConfig, values_of
+from grpo.choices import CHOICES
 
 
 def list_algorithms() -> str:
     """A line for each preset: its name, what it chooses otherwise than grpo, and its paper."""
     lines = ["Presets of algorithm.preset; python -m trainer algorithms NAME prints one.", ""]
     for name, preset in PRESETS.items():
-        lines.append(f"{name:12} {preset.paper}")
         choices = ", ".join(f"{choice}={value}" for choice, value in preset.choices.items())
-        lines += _wrapped(choices or "every choice's default", 13)
+        lines += [f"{name:12} {preset.paper}", *_wrapped(choices or "every choice's default", 13)]
     return "\n".join(lines)
 
 
@@ -28,49 +24,42 @@ def describe_algorithm(name: str) -> str:
     values_of(name)
     config, usual = AlgorithmConfig.of(name), AlgorithmConfig()
     lines = [f"{name}: {PRESETS[name].paper}", "", *_wrapped(PRESETS[name].about), "", *formula(config), ""]
-    docs = {field.name: field.metadata["doc"] for field in dataclasses.fields(AlgorithmConfig)}
     lines.append("choices (algorithm.*)")
+    docs = {field.name: field.metadata["doc"] for field in dataclasses.fields(AlgorithmConfig)}
     for choice in PRESET_SETTINGS:
         value, of_grpo = getattr(config, choice), getattr(usual, choice)
         differs = f"   grpo: {of_grpo}" if value != of_grpo else ""
-        lines.append(f"  {choice} = {value}{differs}")
-        lines += _wrapped(docs[choice], 6)
+        lines += [f"  {choice} = {value}{differs}", *_wrapped(docs[choice], 6)]
     return "\n".join(lines)
 
 
 def formula(config: AlgorithmConfig) -> list[str]:
     """The loss of `config` in lines, put together from the formulas of its choices."""
-
-    def of(setting: str) -> str:
-        return chosen(setting, config).formula
-
-    terms = ["objective_t"]
-    rows = [
-        ("objective_t", of("clip")),
-        ("ratio", of("ratio")),
-        ("A", f"[{of('baseline')}] / [{of('scale')}]"),
-        ("weight_t", of("aggregate")),
-    ]
+    of = {setting: choices[getattr(config, setting)].formula for setting, choices in CHOICES.items()}
+    terms = "objective_t"
+    rows = {
+        "objective_t": of["clip"],
+        "ratio": of["ratio"],
+        "A": f"[{of['baseline']}] / [{of['scale']}]",
+        "weight_t": of["aggregate"],
+    }
     if config.kl_in == "loss":
-        terms.append(f"- kl_coefficient {'r ' if config.kl_ratio else ''}kl_t")
-        rows += [("kl_t", of("kl_estimator")), ("R", "reward of the response")]
+        terms += f" - kl_coefficient {'r ' if config.kl_ratio else ''}kl_t"
+        rows |= {"kl_t": of["kl_estimator"], "R": "reward of the response"}
     else:
-        rows += [
-            ("R_t", "reward - kl_coefficient sum over s >= t of kl_s;  R = R_1"),
-            ("kl_s", f"{of('kl_estimator')}, pi_old's"),
-        ]
+        rows["R_t"] = "reward - kl_coefficient sum over s >= t of kl_s;  R = R_1"
+        rows["kl_s"] = f"{of['kl_estimator']}, pi_old's"
     if config.entropy_coefficient:
-        terms.append("+ entropy_coefficient H_t")
+        terms += " + entropy_coefficient H_t"
     if config.overlong_share:
-        rows.append(
-            ("reward", "the rewards' sum + clip((L - overlong_share L - |o|) / (overlong_share L), -1, 0), L longest")
-        )
+        penalty = "clip((L - overlong_share L - |o|) / (overlong_share L), -1, 0), L longest"
+        rows["reward"] = f"the rewards' sum + {penalty}"
     if config.resample_rounds:
-        rows.append(("groups", "those whose rewards differ: others are replaced, at most resample_rounds times"))
-    head = f"loss = - sum over tokens t of weight_t ({' '.join(terms)})"
+        rows["groups"] = "those whose rewards differ: others are replaced, at most resample_rounds times"
+    head = f"loss = - sum over tokens t of weight_t ({terms})"
     symbols = "clip_low, clip_high, kl_coefficient: see below;  N tokens, B responses o_i, sg[] has no gradient"
-    return ["formula", f"  {head}", *(f"    {name:12}= {value}" for name, value in rows), f"    {symbols}"]
+    return ["formula", f"  {head}", *(f"    {name:12}= {value}" for name, value in rows.items()), f"    {symbols}"]
 
 
 def _wrapped(text: str, indent: int = 0) -> list[str]:
-    return textwrap.wrap(text, WIDTH, initial_indent=" " * indent, subsequent_indent=" " * indent)
+    return textwrap.wrap(text, 100, initial_indent=" " * indent, subsequent_indent=" " * indent)

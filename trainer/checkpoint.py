@@ -34,21 +34,18 @@ TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)
 class CheckpointConfig:
     """How often a run is saved, and what happens to an earlier run of the same name."""
 
-    every: int = option(50, "Steps between checkpoints; 0 saves after the last step only.")
-    keep: int = option(2, "Newest checkpoints that are kept.")
+    every: int = option(50, "Steps between checkpoints; 0 saves after the last step only.", at_least=0)
+    keep: int = option(2, "Newest checkpoints that are kept.", at_least=1)
     resume: bool = option(False, "Go on from the newest checkpoint of the run tracking.name.")
     overwrite: bool = option(False, "Begin anew under a name that has checkpoints; the earlier run is moved aside.")
 
     def check(self, name: str | None) -> None:
         """Raise ConfigError where the settings cannot work for a run of this `name`."""
-        if self.keep < 1 or self.every < 0:
-            raise ConfigError("checkpoint.keep must be at least 1 and checkpoint.every at least 0.")
         if self.resume and not name:
             raise ConfigError("checkpoint.resume needs tracking.name: the name of the run to go on with.")
         if self.resume and self.overwrite:
-            raise ConfigError(
-                "checkpoint.resume=true goes on with a run, checkpoint.overwrite=true begins it anew: set one of them."
-            )
+            both = "checkpoint.resume=true goes on with a run, checkpoint.overwrite=true begins it anew"
+            raise ConfigError(f"{both}: set one of them.")
 
 
 class Checkpoints:
@@ -68,7 +65,10 @@ class Checkpoints:
         actor.optimizer_offload.wait()
         model, optimizer = get_state_dict(actor.policy, actor.optimizer, options=TRAINED)
         dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=partial)
-        torch.save(_random_states(), partial / f"random-{dist.get_rank()}.pt")
+        states = {"cpu": torch.get_rng_state()}
+        if torch.cuda.is_available():
+            states["cuda"] = torch.cuda.get_rng_state()
+        torch.save(states, partial / f"random-{dist.get_rank()}.pt")
         dist.barrier()
         if is_controller():
             progress = {"step": step, "updates": actor.updates, "version": actor.version, "data": data}
@@ -93,15 +93,17 @@ class Checkpoints:
                 f"{checkpoint} was trained with actor.lora={asdict(saved)} and cannot go on with "
                 f"actor.lora={asdict(present)}: use the same settings, or start anew."
             )
-        model, optimizer = get_state_dict(actor.policy, actor.optimizer, options=TRAINED)
+        trained = (actor.policy, actor.optimizer)
+        model, optimizer = get_state_dict(*trained, options=TRAINED)
         dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=checkpoint)
-        set_state_dict(
-            actor.policy, actor.optimizer, model_state_dict=model, optim_state_dict=optimizer, options=TRAINED
-        )
+        set_state_dict(*trained, model_state_dict=model, optim_state_dict=optimizer, options=TRAINED)
         actor.updates, actor.version = progress["updates"], progress["version"]
-        states = checkpoint / f"random-{dist.get_rank()}.pt"
-        if states.is_file():
-            _set_random_states(torch.load(states))
+        saved_states = checkpoint / f"random-{dist.get_rank()}.pt"
+        if saved_states.is_file():
+            states = torch.load(saved_states)
+            torch.set_rng_state(states["cpu"])
+            if "cuda" in states and torch.cuda.is_available():
+                torch.cuda.set_rng_state(states["cuda"])
 
 
 def complete_checkpoints(run_folder: Path) -> dict[int, Path]:
@@ -151,21 +153,9 @@ def export(run_folder: Path, out: Path, step: int | None = None) -> Path:
 def _add_adapters(checkpoint: Path, lora: LoraConfig, weights: dict[str, torch.Tensor]) -> None:
     A, B = {}, {}
     for name, weight in weights.items():
-        layer, _, kind = name.rpartition(".")
-        if kind == "weight" and layer.rpartition(".")[2] in lora.targets:
+        if name.split(".")[-2] in lora.targets and name.endswith(".weight"):
             A[name], B[name] = torch.empty(lora.rank, weight.shape[1]), torch.empty(weight.shape[0], lora.rank)
     saved = {PREFIX + adapter_name(name, which): m[name] for which, m in (("A", A), ("B", B)) for name in m}
     dcp.load({"model": saved}, checkpoint_id=checkpoint, no_dist=True)
     for name in A:
         weights[name].data.addmm_(B[name], A[name], alpha=lora.scale)
-
-
-def _random_states() -> dict[str, torch.Tensor]:
-    cuda = {"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {}
-    return {"cpu": torch.get_rng_state(), **cuda}
-
-
-def _set_random_states(states: dict[str, torch.Tensor]) -> None:
-    torch.set_rng_state(states["cpu"])
-    if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state(states["cuda"])

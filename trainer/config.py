@@ -3,11 +3,11 @@
 import os
 from dataclasses import dataclass
 
-from rich.table import Table
+from rich.table import Column, Table
 
 import rewards
 from grpo.algorithm import AlgorithmConfig, BatchConfig
-from grpo.config import ConfigError, option
+from grpo.config import ConfigError, check_values, option
 from grpo.data import DataConfig
 from rewards import RewardsConfig
 from trainer.checkpoint import CheckpointConfig
@@ -22,9 +22,9 @@ from workers.rollout import RolloutConfig
 
 @dataclass
 class EvaluationConfig:
-    every: int = option(20, "Steps between evaluations; 0 evaluates before the first and after the last step only.")
-    samples_per_prompt: int = option(1, "Responses sampled to each held-out prompt.")
-    temperature: float | None = option(None, "Sampling temperature; null is that of the rollout, 0 is greedy.")
+    every: int = option(20, "Steps between evaluations; 0: before the first and after the last step only.", at_least=0)
+    samples_per_prompt: int = option(1, "Responses sampled to each held-out prompt.", at_least=1)
+    temperature: float | None = option(None, "Sampling temperature; null: the rollout's, 0: greedy.", at_least=0)
     accuracy: str | None = option(None, "The reward whose value 1 counts as correct; null is the first one.")
 
 
@@ -32,10 +32,12 @@ class EvaluationConfig:
 class RunConfig:
     """What reinforcement and supervised training have in common."""
 
-    steps: int = option(100, "Steps of the run.")
+    steps: int = option(100, "Steps of the run.", at_least=1)
     seed: int = option(0, "Decides the order of the data and what is sampled.")
     device: str = option("auto", "auto (CUDA where there is one), cpu or cuda.")
-    timeout_seconds: float = option(600.0, "Longest wait of one process for another before the run ends with an error.")
+    timeout_seconds: float = option(
+        600.0, "Longest wait of one process for another before the run ends with an error.", above=0
+    )
     model: ModelConfig = option(ModelConfig, "")
     data: DataConfig = option(DataConfig, "")
     actor: ActorConfig = option(ActorConfig, "")
@@ -44,10 +46,7 @@ class RunConfig:
 
     def check(self, world: int) -> None:
         """Raise ConfigError for the first setting that cannot work on `world` processes; loads no weights."""
-        if self.steps < 1:
-            raise ConfigError(f"steps={self.steps} must be at least 1.")
-        if self.timeout_seconds <= 0:
-            raise ConfigError(f"timeout_seconds={self.timeout_seconds} must be above 0.")
+        check_values(self)
         self.checkpoint.check(self.tracking.name)
         self.tracking.check()
         self.actor.check()
@@ -58,18 +57,13 @@ class RunConfig:
 
     def check_length(self, tokens: int, made_of: str) -> None:
         """Raise ConfigError where a sample of `tokens` tokens fits neither a micro-batch nor the model."""
-        budget = self.actor.max_tokens_per_microbatch
-        if tokens > budget:
-            raise ConfigError(
-                f"A sample may have {tokens} tokens ({made_of}), more than "
-                f"actor.max_tokens_per_microbatch={budget}: raise it to at least {tokens}."
-            )
-        longest = read_config(self.model).max_position_embeddings
-        if tokens > longest:
-            raise ConfigError(
-                f"A sample may have {tokens} tokens ({made_of}), more than the {longest} positions of the model: "
-                "lower one of the two."
-            )
+        budget, positions = self.actor.max_tokens_per_microbatch, read_config(self.model).max_position_embeddings
+        for most, what, way_out in (
+            (budget, f"actor.max_tokens_per_microbatch={budget}", f"raise it to at least {tokens}"),
+            (positions, f"the {positions} positions of the model", "lower one of the two"),
+        ):
+            if tokens > most:
+                raise ConfigError(f"A sample may have {tokens} tokens ({made_of}), more than {what}: {way_out}.")
 
 
 @dataclass
@@ -82,14 +76,12 @@ class SftConfig(RunConfig):
         super().check(world)
         dp_size = world // self.actor.tensor_parallel
         if self.samples_per_step < dp_size:
-            raise ConfigError(
-                f"samples_per_step={self.samples_per_step} leaves some of {dp_size} data-parallel ranks without a "
-                f"sample: use at least {dp_size}."
-            )
+            idle = f"some of {dp_size} data-parallel ranks without a sample"
+            raise ConfigError(f"samples_per_step={self.samples_per_step} leaves {idle}: use at least {dp_size}.")
 
-    def sizes(self) -> list[tuple[str, int]]:
-        """(what, how many), for the table printed before the model is loaded."""
-        return [("samples of a step", self.samples_per_step)]
+    def sizes(self) -> dict[str, int]:
+        """What a step has how many of."""
+        return {"samples of a step": self.samples_per_step}
 
 
 @dataclass
@@ -116,39 +108,32 @@ class TrainConfig(RunConfig):
             rewards.validate(self.rewards)
         except ValueError as error:
             raise ConfigError(str(error)) from error
-        if self.evaluation.accuracy is not None and self.evaluation.accuracy not in self.rewards.weights:
-            raise ConfigError(
-                f"evaluation.accuracy={self.evaluation.accuracy} is not one of the rewards of rewards.weights: "
-                f"{', '.join(self.rewards.weights)}."
-            )
-        if self.evaluation.samples_per_prompt < 1 or self.evaluation.every < 0:
-            raise ConfigError("evaluation.samples_per_prompt must be at least 1 and evaluation.every at least 0.")
+        accuracy, known = self.evaluation.accuracy, self.rewards.weights
+        if accuracy is not None and accuracy not in known:
+            names = ", ".join(known)
+            raise ConfigError(f"evaluation.accuracy={accuracy} is not one of the rewards of rewards.weights: {names}.")
         update, dp_size = self.batch.samples_per_update, world // self.actor.tensor_parallel
         if update < dp_size:
             raise ConfigError(
                 f"An update has {update} samples (prompts_per_step x samples_per_prompt / minibatches_per_step), "
                 f"fewer than the {dp_size} data-parallel ranks: raise batch.prompts_per_step."
             )
-        engines = world // self.rollout.tensor_parallel
-        if self.batch.prompts_per_step < engines:
-            raise ConfigError(
-                f"batch.prompts_per_step={self.batch.prompts_per_step} leaves some of {engines} engines "
-                f"without a prompt: use at least {engines}."
-            )
-        self.check_length(
-            self.data.max_prompt_tokens + self.rollout.max_response_tokens,
-            f"data.max_prompt_tokens={self.data.max_prompt_tokens} + "
-            f"rollout.max_response_tokens={self.rollout.max_response_tokens}",
-        )
+        prompts, engines = self.batch.prompts_per_step, world // self.rollout.tensor_parallel
+        if prompts < engines:
+            idle = f"some of {engines} engines without a prompt"
+            raise ConfigError(f"batch.prompts_per_step={prompts} leaves {idle}: use at least {engines}.")
+        prompt, response = self.data.max_prompt_tokens, self.rollout.max_response_tokens
+        made_of = f"data.max_prompt_tokens={prompt} + rollout.max_response_tokens={response}"
+        self.check_length(prompt + response, made_of)
 
-    def sizes(self) -> list[tuple[str, int]]:
-        """(what, how many), for the table printed before the model is loaded."""
-        return [
-            ("prompts of a step", self.batch.prompts_per_step),
-            ("samples of a step", self.batch.samples_per_step),
-            ("samples of an update", self.batch.samples_per_update),
-            ("updates of a step", self.batch.updates_per_step),
-        ]
+    def sizes(self) -> dict[str, int]:
+        """What a step has how many of."""
+        return {
+            "prompts of a step": self.batch.prompts_per_step,
+            "samples of a step": self.batch.samples_per_step,
+            "samples of an update": self.batch.samples_per_update,
+            "updates of a step": self.batch.updates_per_step,
+        }
 
     @property
     def needs_old_logprobs(self) -> bool:
@@ -168,11 +153,9 @@ def sizes_table(config: SftConfig | TrainConfig, world: int) -> Table:
     tensor, replicate = config.actor.tensor_parallel, config.actor.replicate
     shards = count_shards(world, replicate, tensor)
     layout = f"{world} process(es) = {replicate} replica(s) x {shards} shard(s) x {tensor} tensor-parallel"
-    table = Table(title=layout, title_justify="left", box=None, pad_edge=False)
-    table.add_column("")
-    table.add_column("in total", justify="right")
-    table.add_column("per rank", justify="right")
-    for what, total in config.sizes():
+    columns = (Column(heading, justify="right") for heading in ("in total", "per rank"))
+    table = Table("", *columns, title=layout, title_justify="left", box=None, pad_edge=False)
+    for what, total in config.sizes().items():
         each = total if what.startswith("updates") else total / (replicate * shards)
         table.add_row(what, str(total), f"{each:g}")
     table.add_row("most tokens of a micro-batch", "", str(config.actor.max_tokens_per_microbatch))

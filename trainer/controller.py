@@ -1,29 +1,29 @@
 """The Controller: what rank 0 alone holds, which is the data, the record of the run, and what its user sees."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 
 import torch
 import torch.distributed as dist
+from rich.table import Column, Table
 from tensordict import TensorDict
 
 import rewards
 from grpo.advantages import groups_with_signal
 from grpo.batch import Trajectory, lengths_of
 from grpo.config import ConfigError, to_yaml
-from grpo.data import Prompt, Prompts, load_prompts
-from grpo.stream import PromptStream
+from grpo.data import Prompt, Prompts, PromptStream, load_prompts
 from trainer.config import TrainConfig, sizes_table
-from trainer.memory import job_of, measured_table, plan_table
 from trainer.record import read_metrics
 from trainer.report import closing_table
 from trainer.runs import Run
 from trainer.tracking import Tracker
-from workers.models.hub import read_tokenizer
+from workers.memory import Peaks
+from workers.models.hub import compute_dtype, read_config, read_tokenizer
 from workers.parallel.attention_backend import why_not_flash4
-from workers.peaks import Peaks
-from workers.plan import Breakdown, advice, predict
+from workers.parallel.mesh import count_shards
+from workers.plan import OUTSIDE, Breakdown, Job, advice, predict
 
 
 class Controller:
@@ -155,3 +155,52 @@ def advantage_metrics(batch: TensorDict | None) -> dict[str, float]:
     values = batch["advantages"].values()[batch["response_mask"].values()]
     metrics = {"advantages/std": values.std(), "advantages/min": values.min(), "advantages/max": values.max()}
     return {name: float(value) for name, value in metrics.items()}
+
+
+def job_of(config: TrainConfig, world: int, device: torch.device, total: int) -> Job:
+    """What decides the memory of one of `world` ranks, on devices like `device` with `total` bytes."""
+    batch, tp_size, engines = config.batch, config.actor.tensor_parallel, world // config.rollout.tensor_parallel
+    return Job(
+        read_config(config.model),
+        compute_dtype(config.model, device),
+        config.actor,
+        config.rollout,
+        compiled=config.actor.compiles(device),
+        dp_shard=count_shards(world, config.actor.replicate, tp_size),
+        total=total,
+        samples=-(-batch.samples_per_update // (world // tp_size)),
+        longest=config.data.max_prompt_tokens + config.rollout.max_response_tokens,
+        rows=-(-batch.prompts_per_step // engines) * batch.samples_per_prompt,
+        reference=bool(config.algorithm.kl_coefficient),
+        off_policy=config.needs_old_logprobs,
+    )
+
+
+def plan_table(phases: Mapping[str, Breakdown], total: int) -> Table:
+    """What takes how much at the fullest moment of each phase, as predicted for a device of `total` bytes."""
+    table = _table(f"Memory predicted, GiB of {total / 2**30:.1f}", *phases)
+    for what in dict.fromkeys(what for breakdown in phases.values() for what in breakdown):
+        sizes = [breakdown.get(what, 0) for breakdown in phases.values()]
+        if any(sizes):
+            table.add_row(what, *(_gib(size) if size else "" for size in sizes))
+    table.add_row("in all", *(_gib(sum(breakdown.values())) for breakdown in phases.values()), style="bold")
+    return table
+
+
+def measured_table(phases: Mapping[str, Breakdown], metrics: Mapping[str, float]) -> Table:
+    """What the trainer takes in each phase, without the engine: as predicted, and as torch's peaks in `metrics` say."""
+    table = _table("Memory of the trainer, GiB", "predicted", "measured")
+    for name, breakdown in phases.items():
+        if (measured := metrics.get(f"memory/{name}_peak_gib")) is not None:
+            own = sum(size for what, size in breakdown.items() if what != OUTSIDE)
+            table.add_row(name, _gib(own), f"{measured:.1f}")
+    return table
+
+
+def _table(title: str, *headings: str) -> Table:
+    columns = (Column(heading, justify="right") for heading in headings)
+    return Table("", *columns, title=title, title_justify="left", box=None, pad_edge=False)
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.1f}"

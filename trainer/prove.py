@@ -60,21 +60,24 @@ def prove(config: TrainConfig, device: torch.device, run_folder: Path) -> bool:
 
 def prove_cuts(config: TrainConfig, device: torch.device, record: Path, console: Console) -> bool:
     """Take the same update in one micro-batch, in many, in another order, and on every layout of the processes."""
-    world = dist.get_world_size()
-    config = copy.deepcopy(config)
+    world, config = dist.get_world_size(), copy.deepcopy(config)
     config.model.dtype, config.model.attention = "float32", "torch"
     # Every cut would be traced anew, and float32 attention breaks a layer in three: only where it is asked for.
     config.actor.compile = bool(config.actor.compile)
-    table = Table("dp_replicate x dp_shard x tp", "micro-batches", "loss", "gradient norm", "apart", "", box=None)
-    first: Update | None = None
     proven = f"{config.model.path} {config.algorithm} {config.actor} {config.rollout.temperature} {config.seed}"
     known = json.loads(record.read_text()) if record.is_file() else {}
     known = known if known.pop("of", None) == proven else {}
-    mine, held = {}, True
+    table = Table("dp_replicate x dp_shard x tp", "micro-batches", "loss", "gradient norm", "apart", "", box=None)
+    held, first = True, None
+
+    def add(shape: str, cut: str, loss: float, norm: float, apart: float) -> None:
+        nonlocal held
+        held &= apart <= TOLERANCE
+        table.add_row(shape, cut, f"{loss:.8f}", f"{norm:.8f}", f"{apart:.1e}", _mark(apart <= TOLERANCE))
+
     for replicate, tensor in layouts_of(world, config):
-        for name, budget, shuffled in (("one", 1 << 20, False), ("many", 64, False), ("shuffled", 96, True)):
+        for cut, budget, shuffled in (("one", 1 << 20, False), ("many", 64, False), ("shuffled", 96, True)):
             update = one_update(config, device, replicate, tensor, budget, shuffled)
-            shape = f"{replicate} x {world // replicate // tensor} x {tensor}"
             first = first or update
             apart = max(
                 # A loss is a sum of terms of both signs and may be near 0: the gradient says what is small.
@@ -83,16 +86,11 @@ def prove_cuts(config: TrainConfig, device: torch.device, record: Path, console:
                 distance(update.gradient, first.gradient),
                 distance(update.weights, first.weights),
             )
-            good = apart <= TOLERANCE
-            held &= good
-            mine = mine or {"loss": first.loss, "norm": first.norm}
-            table.add_row(shape, name, f"{update.loss:.8f}", f"{update.norm:.8f}", f"{apart:.1e}", _mark(good))
+            add(f"{replicate} x {world // replicate // tensor} x {tensor}", cut, update.loss, update.norm, apart)
+    mine = {"loss": first.loss, "norm": first.norm}
     for processes, other in known.items():
         apart = max(abs(mine[name] - other[name]) for name in mine) / max(abs(other["loss"]), other["norm"])
-        good = apart <= TOLERANCE
-        held &= good
-        found = (f"{other['loss']:.8f}", f"{other['norm']:.8f}", f"{apart:.1e}", _mark(good))
-        table.add_row(f"{processes} process(es), before", "one", *found)
+        add(f"{processes} process(es), before", "one", other["loss"], other["norm"], apart)
     console.print(f"The same update on {world} process(es), in float32, at most {TOLERANCE:g} apart:")
     console.print(table)
     if is_controller():
@@ -103,16 +101,15 @@ def prove_cuts(config: TrainConfig, device: torch.device, record: Path, console:
 
 def layouts_of(world: int, config: TrainConfig) -> list[tuple[int, int]]:
     """(dp_replicate, tp_size) of every layout of `world` processes that the model can be cut into."""
-    model, found = read_config(config.model), []
+    family, found = family_of(read_config(config.model)), []
     for tensor in (n for n in range(1, world + 1) if world % n == 0):
         try:
-            family_of(model).check_tensor_parallel(tensor)
+            family.check_tensor_parallel(tensor)
             config.actor.lora.check(tensor)
         except ConfigError:
             continue
-        found += [
-            (replicate, tensor) for replicate in range(1, world // tensor + 1) if world // tensor % replicate == 0
-        ]
+        dp_size = world // tensor
+        found += [(replicate, tensor) for replicate in range(1, dp_size + 1) if dp_size % replicate == 0]
     return found
 
 
@@ -122,13 +119,11 @@ def one_update(
     """One update of the model at its start, on a random ragged batch that depends on the seed alone."""
     gc.collect()  # FSDP's modules refer to each other: the model before would stay beside this one
     torch.compiler.reset()  # past a number of traces, torch goes on without compiling
-    layout = make_training_layout(device, replicate, tensor)
     settings = copy.deepcopy(config.actor)
     settings.replicate, settings.tensor_parallel, settings.max_tokens_per_microbatch = replicate, tensor, budget
+    layout = make_training_layout(device, replicate, tensor)
     actor = ActorWorker(config.model, settings, config.algorithm, layout, config.rollout.temperature, 10)
-    vocabulary = read_config(config.model).vocab_size
-    batch = random_batch(config, vocabulary) if is_controller() else None
-    batch = actor.compute_logprobs(batch)
+    batch = actor.compute_logprobs(random_batch(config) if is_controller() else None)
     if batch is not None:
         mask, ours, noise = (batch[name].values() for name in ("response_mask", "old_logprobs", "noise"))
         # Off-policy, so that the ratio counts.
@@ -140,25 +135,23 @@ def one_update(
     metrics = actor.update_minibatch(batch)
     # Adam's first mean is the gradient times a constant; weights alone hide most of a gradient's size.
     gradient = [_whole(actor.optimizer.state[p]["exp_avg"]) for p in actor.parameters if p.requires_grad]
-    weights = [_whole(p.detach()) for p in actor.parameters]
-    return Update(metrics["loss"], metrics["grad_norm"], gradient, weights)
+    return Update(metrics["loss"], metrics["grad_norm"], gradient, [_whole(p.detach()) for p in actor.parameters])
 
 
-def random_batch(config: TrainConfig, vocabulary: int) -> TensorDict:
+def random_batch(config: TrainConfig) -> TensorDict:
     """Samples of 8 to 40 random tokens, of which the first 4 are the prompt, with rewards of 0, 1/2 and 1."""
-    random = torch.Generator().manual_seed(config.seed)
+    random, vocabulary = torch.Generator().manual_seed(config.seed), read_config(config.model).vocab_size
     groups, size = 16, max(1, min(4, config.batch.samples_per_prompt))
     lengths = torch.randint(8, 41, (groups * size,), generator=random).tolist()
-    return make_batch(
-        {
-            "tokens": jagged([torch.randint(0, vocabulary, (n,), generator=random) for n in lengths]),
-            "response_mask": jagged([torch.arange(n) >= 4 for n in lengths]),
-            "noise": jagged([0.1 * torch.randn(n, generator=random) for n in lengths]),
-            "rewards": torch.randint(0, 3, (groups * size,), generator=random) / 2,
-            "truncated": torch.rand(groups * size, generator=random) < 0.2,
-            "group": torch.arange(groups * size) // size,
-        }
-    )
+    fields = {
+        "tokens": jagged([torch.randint(0, vocabulary, (n,), generator=random) for n in lengths]),
+        "response_mask": jagged([torch.arange(n) >= 4 for n in lengths]),
+        "noise": jagged([0.1 * torch.randn(n, generator=random) for n in lengths]),
+        "rewards": torch.randint(0, 3, (groups * size,), generator=random) / 2,
+        "truncated": torch.rand(groups * size, generator=random) < 0.2,
+        "group": torch.arange(groups * size) // size,
+    }
+    return make_batch(fields)
 
 
 def distance(ours: list[torch.Tensor], others: list[torch.Tensor]) -> float:
@@ -188,10 +181,10 @@ def prove_stillness(config: TrainConfig, device: torch.device, run_folder: Path,
     if is_controller():
         shutil.rmtree(run_folder, ignore_errors=True)  # what an earlier proof left
     trainer = Trainer(config, device, Run(run_folder))
-    named = list(trainer.actor.policy.named_parameters())
-    before = [_fingerprint(parameter) for _, parameter in named]
+    named = dict(trainer.actor.policy.named_parameters())
+    before = {name: _fingerprint(parameter) for name, parameter in named.items()}
     trainer.run()
-    mine = [name for (name, p), old in zip(named, before, strict=True) if not torch.equal(_fingerprint(p), old)]
+    mine = [name for name, parameter in named.items() if not torch.equal(_fingerprint(parameter), before[name])]
     everyones = [mine] * dist.get_world_size()
     dist.all_gather_object(everyones, mine)
     moved = list(dict.fromkeys(name for names in everyones for name in names))

@@ -1,51 +1,38 @@
-"""The record of a run: metrics.jsonl and samples.jsonl in its folder, written row by row and read back."""
+"""The record of a run: metrics.jsonl and samples.jsonl in its folder, and copies of the metrics on dashboards."""
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+import os
+import secrets
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from grpo.config import ConfigError
 
 
-class Record:
-    """The open files of a run's record. Each row holds its `step` first; a row is on disk when the call returns.
+def open_record(folder: Path, start_step: int) -> list[dict]:
+    """The metrics up to `start_step`; makes the record's files or cuts off their later rows, which the run does again.
 
-    A run that goes on after `start_step` loses the rows of later steps, which it does again, so that the record has
-    each step once. `history` are the metrics that stay. Raises ConfigError where the folder cannot be written.
+    Raises ConfigError where the folder cannot be written.
     """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        history, _ = [_cut(folder / name, start_step) for name in ("metrics.jsonl", "samples.jsonl")]
+    except OSError as error:
+        way_out = "choose another tracking.folder"
+        raise ConfigError(f"Cannot write the run to {folder} ({error.strerror}): {way_out}.") from error
+    return history
 
-    def __init__(self, folder: Path, start_step: int) -> None:
-        paths = [folder / "metrics.jsonl", folder / "samples.jsonl"]
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            self.history, _ = [_cut(path, start_step) for path in paths]
-            # Line buffered: a kill costs no row.
-            self._metrics, self._samples = [path.open("a", buffering=1) for path in paths]
-        except OSError as error:
-            raise ConfigError(
-                f"Cannot write the run to {folder} ({error.strerror}): choose another tracking.folder."
-            ) from error
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append one row to metrics.jsonl."""
-        self._metrics.write(json.dumps({"step": step} | valid_json(metrics)) + "\n")
-
-    def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Append `rows` to samples.jsonl; they may hold anything (see `valid_json`)."""
-        self._samples.writelines(json.dumps({"step": step} | valid_json(row)) + "\n" for row in rows)
-
-    def close(self) -> None:
-        self._metrics.close()
-        self._samples.close()
+def append_rows(path: Path, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Append `rows`, which may hold anything (see `valid_json`), each behind its step; then they are on disk."""
+    with path.open("a") as file:
+        file.writelines(json.dumps({"step": step} | valid_json(row)) + "\n" for row in rows)
 
 
 def read_rows(path: Path) -> list[dict]:
-    """All rows of a jsonl file, but for a last line that a kill cut in half.
-
-    Raises ConfigError where a line before the last is not JSON: such a file was edited, not cut.
-    """
+    """All rows of a jsonl file but a last line that a kill cut in half; raises ConfigError for any other bad line."""
     rows, lines = [], path.read_text(errors="replace").rstrip("\n").split("\n")
     for number, line in enumerate(lines, start=1):
         try:
@@ -57,10 +44,7 @@ def read_rows(path: Path) -> list[dict]:
 
 
 def read_metrics(run_folder: Path) -> list[dict]:
-    """The rows of a run's metrics.jsonl by ascending step, null read as NaN; a half-written last line is left out.
-
-    Raises ConfigError where there is no row.
-    """
+    """The rows of a run's metrics.jsonl by ascending step, null read as NaN; raises ConfigError where there is none."""
     path = run_folder / "metrics.jsonl"
     rows = read_rows(path) if path.is_file() else []
     if not rows:
@@ -82,8 +66,9 @@ def valid_json(value: Any) -> Any:
 
 
 def _cut(path: Path, start_step: int) -> list[dict]:
-    """Leave only the rows up to `start_step` in the file at `path`, and return them."""
-    if not path.exists() or not path.stat().st_size:
+    """Leave only the rows up to `start_step` in the file at `path`, made if missing, and return them."""
+    path.open("a").close()
+    if not path.stat().st_size:
         return []
     assert start_step > 0, f"{path} is the record of an earlier run, which Run.begin() moves aside"
     rows = [row for row in read_rows(path) if row["step"] <= start_step]
@@ -92,3 +77,80 @@ def _cut(path: Path, start_step: int) -> list[dict]:
     rewritten.write_text("".join(json.dumps(row) + "\n" for row in rows))
     rewritten.replace(path)
     return rows
+
+
+class TensorBoard:
+    """Event files in the run's folder; `resolved`, the configuration, stands beside the curves."""
+
+    def __init__(self, folder: Path, start_step: int, resolved: dict) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        # purge_step hides what a killed run logged after the checkpoint.
+        self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=start_step + 1 if start_step else 0)
+        self._writer.add_text("config", f"```\n{json.dumps(valid_json(resolved), indent=2)}\n```", start_step)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        for key, value in metrics.items():
+            self._writer.add_scalar(key, value, step)
+
+    def close(self, failed: bool) -> None:
+        self._writer.close()
+
+
+class Wandb:
+    """A run of Weights & Biases, offline where there is no login and no network; a resumed run goes on in the same one.
+
+    Whatever it fails with is told to the user by `say`, once, and ends the copy but not the run.
+    """
+
+    def __init__(self, project: str, folder: Path, start_step: int, resolved: dict, say: Callable[[str], None]) -> None:
+        self._say, self._stopped = say, False
+        self._run = self._try(lambda: self._start(project, folder, start_step, resolved))
+
+    def _start(self, project: str, folder: Path, start_step: int, resolved: dict) -> Any:
+        import wandb
+
+        id_file = folder / "wandb" / "id"
+        id_file.parent.mkdir(exist_ok=True)
+        if start_step == 0 or not id_file.exists():
+            id_file.write_text(secrets.token_hex(4))
+        # Silent before init: only then does a missing login raise rather than ask for a key on the terminal.
+        # No viewer query: its retries outlive init_timeout and hold up the exit where the network is dead.
+        settings = wandb.setup(wandb.Settings(silent=True, x_disable_viewer=True)).settings
+        mode = os.environ.get("WANDB_MODE") or settings.mode
+        arguments = {"project": project, "name": folder.name, "dir": str(folder), "config": valid_json(resolved)}
+        # No console: wandb would wrap the streams that the live display wraps. The timeouts (seconds) bound what a bad
+        # network can cost.
+        arguments["settings"] = wandb.Settings(silent=True, console="off", init_timeout=30, finish_timeout=60)
+        try:
+            run = wandb.init(mode=mode, id=id_file.read_text(), resume="allow", **arguments)
+        except Exception as error:  # noqa: BLE001 - no login, no network, a bad key: offline works without
+            # Another id, because wandb holds the one of the attempt that failed.
+            id_file.write_text(secrets.token_hex(4))
+            run = wandb.init(mode="offline", id=id_file.read_text(), resume="allow", **arguments)
+            kept = f"This run is kept offline; upload it later with: wandb sync {Path(run.dir).parent}"
+            self._say(f"wandb: {_first_line(error)} {kept}")
+        # A step of our own, because wandb's drops the steps that a resumed run does again.
+        run.define_metric("step")
+        run.define_metric("*", step_metric="step")
+        return run
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._try(lambda: self._run.log({**metrics, "step": step}))
+
+    def close(self, failed: bool) -> None:
+        """Finish the run, marked as crashed where it `failed`."""
+        self._try(lambda: self._run.finish(exit_code=int(failed)))
+
+    def _try(self, work: Callable[[], Any]) -> Any:
+        """What `work` returns; None once anything has failed."""
+        try:
+            return None if self._stopped else work()
+        except Exception as error:  # noqa: BLE001 - a dashboard must not end a training run
+            self._stopped = True
+            way_on = "the run goes on and metrics.jsonl has every step"
+            self._say(f"warning: wandb stopped ({_first_line(error)}); {way_on}.")
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

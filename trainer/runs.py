@@ -3,6 +3,7 @@
 `open_run` decides before anything is loaded; `Run.begin` acts when the settings and the data have been accepted.
 """
 
+import itertools
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -26,8 +27,8 @@ class Run:
     def begin(self) -> str:
         """Free the folder for a run that begins anew; returns a sentence for the user. On the controller alone.
 
-        The whole folder of an earlier run is moved to the first of NAME.previous-1, NAME.previous-2, ... that does
-        not exist. Raises ConfigError where it cannot be moved.
+        The folder of an earlier run is moved whole to the first of NAME.previous-1, NAME.previous-2, ... that does not
+        exist. Raises ConfigError where it cannot be moved.
         """
         if self.resumed is not None:
             return f"Going on after step {self.step} from {self.resumed}."
@@ -37,9 +38,8 @@ class Run:
         try:
             self.folder.rename(aside)
         except OSError as error:
-            raise ConfigError(
-                f"Cannot move {self.folder} to {aside} ({error.strerror}): choose another tracking.name."
-            ) from error
+            failed = f"Cannot move {self.folder} to {aside} ({error.strerror})"
+            raise ConfigError(f"{failed}: choose another tracking.name.") from error
         return f"The run is in {self.folder}, and the earlier one of that name in {aside} now."
 
 
@@ -70,10 +70,8 @@ def open_run(config: RunConfig) -> Run:
     inputs = {"model.path": config.model.path, "data.train": config.data.train, "data.eval": config.data.eval}
     for key, path in inputs.items():
         if path and holds_run(folder) and folder.resolve() in Path(path).expanduser().resolve().parents:
-            raise ConfigError(
-                f"{key}={path} is in {folder}, which holds an earlier run and would be moved to {_free_name(folder)}: "
-                "choose another tracking.name."
-            )
+            moved = f"is in {folder}, which holds an earlier run and would be moved to {_free_name(folder)}"
+            raise ConfigError(f"{key}={path} {moved}: choose another tracking.name.")
     return Run(folder)
 
 
@@ -84,23 +82,22 @@ def run_folder(tracking: TrackingConfig) -> Path:
 
 def holds_run(folder: Path) -> bool:
     """Whether a run has left checkpoints in `folder`, or a record that is not empty."""
-    record = (folder / "metrics.jsonl", folder / "samples.jsonl")
-    return bool(complete_checkpoints(folder)) or any(path.is_file() and path.stat().st_size for path in record)
+    record = [path for path in (folder / "metrics.jsonl", folder / "samples.jsonl") if path.is_file()]
+    return bool(complete_checkpoints(folder)) or any(path.stat().st_size for path in record)
 
 
 def _free_name(folder: Path) -> Path:
-    number = 1
-    while (aside := folder.with_name(f"{folder.name}.previous-{number}")).exists():
-        number += 1
-    return aside
+    names = (folder.with_name(f"{folder.name}.previous-{number}") for number in itertools.count(1))
+    return next(path for path in names if not path.exists())
 
 
 def _way_out(tracking: TrackingConfig) -> str:
     """What to do where the run has no checkpoint to go on from."""
     root, begin = Path(tracking.folder), "set checkpoint.resume=false to begin it."
-    runs = [path.parent for depth in ("*", "*/*") for path in root.glob(f"{depth}/checkpoints")]
-    names = sorted(str(path.relative_to(root)) for path in runs if complete_checkpoints(path))
+    runs = (path.parent for depth in ("*", "*/*") for path in root.glob(f"{depth}/checkpoints"))
+    names = sorted(str(run.relative_to(root)) for run in runs if complete_checkpoints(run))
     if (root / tracking.name).exists() or not names:
         return begin
-    near = nearest(tracking.name, names)
-    return f"did you mean tracking.name={near}?" if near else f"correct tracking.name ({', '.join(names)}), or {begin}"
+    if near := nearest(tracking.name, names):
+        return f"did you mean tracking.name={near}?"
+    return f"correct tracking.name ({', '.join(names)}), or {begin}"

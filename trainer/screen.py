@@ -3,22 +3,18 @@
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress_bar import ProgressBar
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 
 class Screen:
-    """The state of the run, which rich can render.
-
-    `history`: rows of an earlier part of this run, with which curves and first values go on after a resume.
-    `clock`: seconds from any origin.
-    """
+    """The state of the run, which rich can render; curves go on from `history`, the rows of before a resume."""
 
     curves = (
         ("eval/accuracy", "held-out accuracy"),
@@ -39,19 +35,11 @@ class Screen:
         ("eval/response_length/mean", "eval length"),
     )
 
-    def __init__(
-        self,
-        name: str,
-        total_steps: int,
-        start_step: int = 0,
-        history: Sequence[dict] = (),
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, name: str, total_steps: int, start_step: int = 0, history: Sequence[dict] = ()) -> None:
         self.phase = "starting"
         self.rollout: tuple[int, int, float] | None = None  # samples done, samples in all, tokens a second
         self._name, self._total, self._start, self._step = name, total_steps, start_step, start_step
-        self._clock = clock
-        self._began = clock()
+        self._began = time.monotonic()
         self._logged_at: float | None = None
         self._step_seconds: deque[float] = deque(maxlen=20)
         self._curves: dict[str, list[float]] = {key: [] for key, _ in self.curves}
@@ -61,10 +49,10 @@ class Screen:
 
     def record(self, step: int, metrics: Mapping[str, float]) -> None:
         """Take in one step's metrics. The first step of a process is not timed: it pays for warming up."""
-        now = self._clock()
+        now = time.monotonic()
         if step > self._start:
             if self._logged_at is not None:
-                self._step_seconds.append((now - self._logged_at) / max(step - self._step, 1))
+                self._step_seconds.append((now - self._logged_at) / (step - self._step))
             self._logged_at = now
         self._step = step
         self._remember(metrics)
@@ -72,12 +60,12 @@ class Screen:
     @property
     def elapsed(self) -> float:
         """Seconds since this process began."""
-        return self._clock() - self._began
+        return time.monotonic() - self._began
 
     def line(self, metrics: Mapping[str, float]) -> str:
         """One step in plain ASCII, for logs."""
         shown = [f"{label} {_short(metrics[key])}" for key, label in self.in_line if key in metrics]
-        times = [f"elapsed {_hms(self.elapsed)}", f"remaining {self._remaining()}"]
+        times = f"elapsed {_hms(self.elapsed)}", f"remaining {self._remaining()}"
         return "  ".join([f"step {self._step}/{self._total}", *shown, *times])
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
@@ -86,12 +74,10 @@ class Screen:
         yield _line(Text(self._name[: width // 4], style="bold"), *steps, *times, Text(self.phase, style="cyan"))
         if self.rollout is not None:
             done, total, rate = self.rollout
-            samples = ProgressBar(total=total, completed=done), f"{done}/{total} samples, {rate:,.0f} tokens/s"
-            yield _line("[dim]rollout[/]", *samples)
-
-        curves = Table.grid(padding=(0, 2))
-        for justify in ("left", "right", "right", "left"):
-            curves.add_column(justify=justify, no_wrap=True)
+            share = ProgressBar(total=total, completed=done), f"{done}/{total} samples, {rate:,.0f} tokens/s"
+            yield _line("[dim]rollout[/]", *share)
+        columns = (Column(justify=justify, no_wrap=True) for justify in ("left", "right", "right", "left"))
+        curves = Table.grid(*columns, padding=(0, 2))
         curves.add_row("", "[dim]first[/]", "[dim]now[/]", "[dim]over the run[/]")
         for key, label in self.curves:
             if values := list(self._curves[key]):
@@ -100,10 +86,8 @@ class Screen:
             else:
                 curves.add_row(f"[dim]{label}[/]", "[dim]-[/]", "[dim]-[/]", "")
         yield curves
-
-        latest = self._latest
-        shown = [f"[dim]{label}[/] {_short(latest[key])}{unit}" for key, label, unit in self.numbers if key in latest]
-        yield Text.from_markup("   ".join(shown))
+        numbers = [(label, self._latest[key], unit) for key, label, unit in self.numbers if key in self._latest]
+        yield Text.from_markup("   ".join(f"[dim]{label}[/] {_short(value)}{unit}" for label, value, unit in numbers))
 
     def _remember(self, metrics: Mapping[str, Any]) -> None:
         values = {key: math.nan if value is None else value for key, value in metrics.items()}
@@ -114,16 +98,19 @@ class Screen:
                 curve.append(values[key])
 
     def _remaining(self) -> str:
-        seconds = remaining_seconds(self._step_seconds, self._total - self._step)
-        since_step = self._clock() - self._logged_at if self._logged_at else 0.0
-        return "-:--:--" if seconds is None else _hms(max(seconds - since_step, 0.0))
+        """The time until the end at the mean pace of the last steps."""
+        if self._step >= self._total:
+            return _hms(0.0)
+        if not self._step_seconds:
+            return "-:--:--"
+        pace = sum(self._step_seconds) / len(self._step_seconds)
+        return _hms(max(pace * (self._total - self._step) - (time.monotonic() - self._logged_at), 0.0))
 
 
 def _line(*cells: RenderableType) -> Table:
     """The cells in one line, of which the second gets all room that is left."""
-    grid = Table.grid(padding=(0, 2, 0, 0), expand=True)
-    for number in range(len(cells)):
-        grid.add_column(ratio=1 if number == 1 else None, no_wrap=number != 1)
+    columns = [Column(no_wrap=True), Column(ratio=1), *(Column(no_wrap=True) for _ in cells[2:])]
+    grid = Table.grid(*columns, padding=(0, 2, 0, 0), expand=True)
     grid.add_row(*cells)
     return grid
 
@@ -131,8 +118,7 @@ def _line(*cells: RenderableType) -> Table:
 def sparkline(values: Sequence[float], width: int) -> str:
     """`values` as `width` block characters from their least to their greatest; NaN and inf are gaps.
 
-    The line always spans all values, so that lines of one width stand under each other: more values than `width`
-    are averaged in even buckets, fewer are repeated.
+    More values than `width` are averaged in even buckets and fewer are repeated, so that the line spans all of them.
     """
     blocks, count, means = "▁▂▃▄▅▆▇█", len(values), []
     for i in range(width if values else 0):
@@ -144,15 +130,8 @@ def sparkline(values: Sequence[float], width: int) -> str:
     return "".join(" " if mean is None else blocks[round((mean - low) / span * 7) if span else 3] for mean in means)
 
 
-def remaining_seconds(step_seconds: Sequence[float], steps_left: int) -> float | None:
-    """Seconds until the end at the mean pace of `step_seconds`; None before any step was timed."""
-    if steps_left <= 0:
-        return 0.0
-    return sum(step_seconds) / len(step_seconds) * steps_left if step_seconds else None
-
-
 def _short(value: float) -> str:
-    if value != 0 and math.isfinite(value) and abs(value) < 0.001:
+    if 0 < abs(value) < 0.001:
         return f"{value:.1e}"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.1f}" if abs(value) >= 10 else f"{value:.3f}"
 

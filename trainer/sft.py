@@ -11,8 +11,7 @@ from grpo.advantages import weigh_tokens
 from grpo.algorithm import AlgorithmConfig
 from grpo.batch import jagged, make_batch
 from grpo.config import to_yaml
-from grpo.data import load_prompts, tokenize_responses
-from grpo.stream import PromptStream
+from grpo.data import PromptStream, load_prompts, tokenize_responses
 from trainer.checkpoint import Checkpoints, export
 from trainer.config import SftConfig, sizes_table
 from trainer.runs import Run
@@ -24,10 +23,7 @@ from workers.parallel.mesh import make_training_layout
 
 
 class Demonstrations:
-    """Prompts with the responses to imitate, in the order of a PromptStream that goes on from `state`.
-
-    Raises ConfigError where the data cannot be used, and where a demonstration is too long.
-    """
+    """Prompts with the responses to imitate; raises ConfigError where the data cannot be used or one is too long."""
 
     def __init__(self, config: SftConfig, state: dict | None) -> None:
         tokenizer = read_tokenizer(config.model)
@@ -37,7 +33,7 @@ class Demonstrations:
         longest = max(len(prompt.tokens) + len(self.responses[prompt.index]) for prompt in prompts)
         config.check_length(longest, "the longest demonstration")
         self.stream = PromptStream(
-            prompts, config.samples_per_step, config.seed, config.data.shuffle, key="samples_per_step"
+            prompts, config.samples_per_step, config.seed, config.data.shuffle, "samples_per_step"
         )
         if state is not None:
             self.stream.load_state_dict(state)
@@ -59,9 +55,9 @@ def run_sft(config: SftConfig, device: torch.device, run: Run) -> None:
         def begin() -> tuple[Demonstrations, Tracker]:
             data, said = Demonstrations(config, run.data), run.begin()
             tracker = stack.enter_context(Tracker(config.tracking, run.folder, config.steps, asdict(config), run.step))
+            (run.folder / "config.yaml").write_text(to_yaml(config))
             tracker.say(said)
             tracker.say(sizes_table(config, dist.get_world_size()))
-            (run.folder / "config.yaml").write_text(to_yaml(config))
             return data, tracker
 
         data, tracker = on_controller(begin) or (None, None)
@@ -73,7 +69,7 @@ def run_sft(config: SftConfig, device: torch.device, run: Run) -> None:
             with watch("step"):
                 metrics = actor.sft_update(data.next() if tracker else None)
             if tracker is not None:
-                tracker.log(step, {**metrics, **watch.metrics()})
+                tracker.log(step, metrics | watch.metrics())
             if step == config.steps or (config.checkpoint.every and step % config.checkpoint.every == 0):
                 checkpoints.save(step, actor, data.stream.state_dict() if tracker else None)
         if tracker is not None:

@@ -4,7 +4,6 @@ The Tracker lives on the controller alone. The Stopwatch, which times the phases
 """
 
 import logging
-import math
 import sys
 import time
 from collections import defaultdict
@@ -21,8 +20,7 @@ from rich.live import Live
 from rich.text import Text
 
 from grpo.config import ConfigError, option
-from trainer.dashboards import TensorBoard, Wandb
-from trainer.record import Record
+from trainer.record import TensorBoard, Wandb, append_rows, open_record
 from trainer.screen import Screen
 
 
@@ -35,19 +33,15 @@ class TrackingConfig:
     wandb: bool = option(False, "Copy metrics to Weights & Biases (offline where there is no API key).")
     wandb_project: str = option("grpo", "Weights & Biases project.")
     tensorboard: bool = option(False, "Copy metrics to TensorBoard event files.")
-    samples_every: int = option(10, "Steps between the steps whose samples are kept in samples.jsonl; 0: none.")
-    samples_kept: int = option(4, "Samples kept at each such step.")
+    samples_every: int = option(10, "Steps between those whose samples are kept in samples.jsonl; 0: none.", at_least=0)
+    samples_kept: int = option(4, "Samples kept at each such step.", at_least=0)
 
     def check(self) -> None:
-        """Raise ConfigError where a count is negative or a dashboard is not installed."""
-        for key in ("samples_every", "samples_kept"):
-            if getattr(self, key) < 0:
-                raise ConfigError(f"tracking.{key}={getattr(self, key)} must be 0 (none) or more.")
+        """Raise ConfigError where a dashboard is not installed."""
         for name in ("wandb", "tensorboard"):
             if getattr(self, name) and find_spec(name) is None:
-                raise ConfigError(
-                    f"tracking.{name}=true needs {name}: pip install {name}, or set tracking.{name}=false."
-                )
+                way_out = f"pip install {name}, or set tracking.{name}=false"
+                raise ConfigError(f"tracking.{name}=true needs {name}: {way_out}.")
 
 
 class Stopwatch:
@@ -57,9 +51,8 @@ class Stopwatch:
     `phase`: also entered for each phase, such as `Tracker.phase`, which shows it to the user.
     """
 
-    def __init__(self, cuda: bool = False, phase: Callable[[str], AbstractContextManager] | None = None) -> None:
-        self._cuda = cuda
-        self._phase = phase or nullcontext
+    def __init__(self, cuda: bool = False, phase: Callable[[str], AbstractContextManager] = nullcontext) -> None:
+        self._cuda, self._phase = cuda, phase
         self._seconds: dict[str, float] = defaultdict(float)
 
     @contextmanager
@@ -84,49 +77,40 @@ class Stopwatch:
 
 
 class Tracker:
-    """Writes a run's record and shows it; a context manager, for the controller alone.
+    """Writes a run's record and shows the run, live where stdout is a terminal; for the controller alone.
 
-    `resolved` is the whole configuration, for the dashboards. `start_step` is the step of the checkpoint that this
-    process goes on from, 0 where it begins. `console` is where the run is shown; None is stdout, with a live display if
-    that is a terminal. Raises ConfigError where `run_folder`, which is made if missing, cannot be written.
+    `resolved` is the whole configuration, for the dashboards. `start_step` is that of the checkpoint which this process
+    goes on from, or 0. Raises ConfigError where `folder`, which is made if missing, cannot be written.
     """
 
-    def __init__(
-        self,
-        config: TrackingConfig,
-        run_folder: Path,
-        total_steps: int,
-        resolved: Mapping[str, Any],
-        start_step: int = 0,
-        console: Console | None = None,
-    ) -> None:
+    def __init__(self, config: TrackingConfig, folder: Path, total_steps: int, resolved: dict, start_step: int) -> None:
         self._config, self._total = config, total_steps
         # Whether it is a terminal is decided here, because rich also takes FORCE_COLOR, which CI sets, for one.
         terminal = sys.stdout.isatty()
-        self._console = console or Console(force_terminal=terminal, width=None if terminal else 100)
-        self._record = Record(run_folder, start_step)
-        self._last_step = start_step or -1
-        self._screen = Screen(run_folder.name, total_steps, start_step, self._record.history)
-        self._live = Live(get_renderable=lambda: self._screen, console=self._console, refresh_per_second=2)
+        self._console = Console(force_terminal=terminal, width=None if terminal else 100)
+        self._folder, history = folder, open_record(folder, start_step)
+        self._last_step, self._line_printed_at = start_step or -1, float("-inf")
+        self._screen = Screen(folder.name, total_steps, start_step, history)
         self._closing = ExitStack()
-        self._closing.callback(self._record.close)
-        self._line_printed_at = -math.inf
         self._dashboards: list[TensorBoard | Wandb] = []
         if config.tensorboard:
-            self._dashboards.append(TensorBoard(run_folder, start_step, resolved))
+            self._dashboards.append(TensorBoard(folder, start_step, resolved))
         if config.wandb:
-            self._dashboards.append(Wandb(config.wandb_project, run_folder, start_step, resolved, self.say))
+            self._dashboards.append(Wandb(config.wandb_project, folder, start_step, resolved, self.say))
 
     def __enter__(self) -> "Tracker":
         if self._console.is_interactive:
             # Loggers made before the display hold the real stdout or stderr and would write across it.
             streams = {sys.stdout: "stdout", sys.stderr: "stderr"}
-            early = [(handler, handler.stream) for handler in _stream_handlers() if handler.stream in streams]
-            self._live.start(refresh=True)
-            for handler, stream in early:
+            loggers = [logging.root, *logging.root.manager.loggerDict.values()]
+            handlers = [handler for logger in loggers for handler in getattr(logger, "handlers", ())]
+            early = {h: h.stream for h in handlers if isinstance(h, logging.StreamHandler) and h.stream in streams}
+            live = Live(get_renderable=lambda: self._screen, console=self._console, refresh_per_second=2)
+            live.start(refresh=True)
+            for handler, stream in early.items():
                 self._closing.callback(handler.setStream, stream)
                 handler.setStream(getattr(sys, streams[stream]))
-            self._closing.callback(self._live.stop)
+            self._closing.callback(live.stop)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -134,7 +118,6 @@ class Tracker:
 
     @property
     def elapsed(self) -> float:
-        """Seconds since this process began."""
         return self._screen.elapsed
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -142,7 +125,7 @@ class Tracker:
         assert step > self._last_step, f"step {step} was logged after step {self._last_step}"
         self._last_step = step
         metrics = {key: float(value) for key, value in metrics.items()}
-        self._record.log(step, metrics)
+        append_rows(self._folder / "metrics.jsonl", step, [metrics])
         self._screen.record(step, metrics)
         for dashboard in self._dashboards:
             dashboard.log(step, metrics)
@@ -153,7 +136,7 @@ class Tracker:
                 self._line_printed_at = now
 
     def wants_samples(self, step: int) -> bool:
-        """Whether `samples` would keep anything at this step, so that the caller can skip decoding them."""
+        """Whether `samples` would keep anything at this step."""
         every, kept = self._config.samples_every, self._config.samples_kept
         return every > 0 and kept > 0 and step % every == 0
 
@@ -161,7 +144,8 @@ class Tracker:
         """Append `samples_kept` of `rows`, spread evenly over them, to samples.jsonl if this step's are kept."""
         if self.wants_samples(step):
             count = min(self._config.samples_kept, len(rows))
-            self._record.samples(step, [rows[i * len(rows) // count] for i in range(count)])
+            kept = [rows[i * len(rows) // count] for i in range(count)]
+            append_rows(self._folder / "samples.jsonl", step, kept)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -190,9 +174,3 @@ class Tracker:
         self._closing.close()
         while self._dashboards:
             self._dashboards.pop().close(failed)
-
-
-def _stream_handlers() -> list[logging.StreamHandler]:
-    loggers = [logging.root, *logging.root.manager.loggerDict.values()]
-    handlers = [handler for logger in loggers for handler in getattr(logger, "handlers", ())]
-    return [handler for handler in dict.fromkeys(handlers) if isinstance(handler, logging.StreamHandler)]

@@ -10,8 +10,14 @@ import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 
-from grpo.advantages import compute_advantages, groups_with_signal, overlong_penalty
-from grpo.resampling import join_rounds, keep_groups, prompts_missing
+from grpo.advantages import (
+    compute_advantages,
+    groups_with_signal,
+    join_rounds,
+    keep_groups,
+    overlong_penalty,
+    prompts_missing,
+)
 from trainer.checkpoint import Checkpoints
 from trainer.config import TrainConfig
 from trainer.controller import Controller, advantage_metrics, batch_metrics, response_lengths
@@ -19,13 +25,12 @@ from trainer.runs import Run
 from trainer.tracking import Stopwatch
 from workers.actor import ActorWorker
 from workers.dispatch import on_controller
-from workers.guards import expect_current, judge_gap
+from workers.memory import Peaks
 from workers.models.hub import read_tokenizer, stop_tokens
 from workers.parallel.mesh import make_inference_layout, make_training_layout
-from workers.peaks import Peaks
 from workers.ref import RefWorker
 from workers.rollout import Grader, RolloutWorker, make_engine
-from workers.sharding import ShardingManager
+from workers.sharding import ShardingManager, expect_current, judge_gap
 
 
 class Trainer:

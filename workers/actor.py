@@ -8,43 +8,38 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from tensordict import TensorDict
+from torch import Tensor
 
 from grpo.advantages import weigh_tokens
 from grpo.algorithm import AlgorithmConfig
 from grpo.batch import jagged, make_batch, select
-from grpo.config import ConfigError, choose, option
+from grpo.config import option
 from grpo.losses import gap_metrics, policy_loss, sft_loss
-from grpo.metrics import Count, Mean, Metric, Sum, flat, merge, over_updates, read
+from grpo.metrics import Count, Max, Mean, Metric, Sum, flat, merge, over_updates, read
 from workers.dispatch import Worker, WorkerGroup, dispatched
 from workers.microbatch import MicroBatch, microbatches
 from workers.models import family_of
 from workers.models.hub import ModelConfig, read_config
 from workers.offload import HostOffload
 from workers.optimizer import OptimizerConfig, clip_gradients, learning_rate, make_optimizer
-from workers.parallel.flops import peak_of
 from workers.parallel.lora import LoraConfig
-from workers.parallel.mesh import TrainingLayout
+from workers.parallel.mesh import TrainingLayout, peak_of
 from workers.parallel.policy import Policy, load_policy
 
-OFFLOADS = ("optimizer", "parameters", "reference")
-RECOMPUTES = ("none", "selective", "full")
-
-TokenLoss = Callable[[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]], tuple[torch.Tensor, dict[str, Metric]]]
+TokenLoss = Callable[[Tensor, Tensor, dict[str, Tensor]], tuple[Tensor, dict[str, Metric]]]
 """From log-probabilities, entropies and fields of response tokens, [N] each: their loss and metrics."""
 
 
 @dataclass
 class ActorConfig(OptimizerConfig):
-    tensor_parallel: int = option(1, "Processes that share every layer's matrices.")
-    replicate: int = option(1, "Copies of the sharded model (hybrid sharding); 1 shards over all processes.")
-    max_tokens_per_microbatch: int = option(16384, "Most tokens in one forward and backward pass of one process.")
-    compile: bool | None = option(
-        None, "Compile each layer with torch.compile and the head with Triton; null does so on CUDA."
-    )
+    tensor_parallel: int = option(1, "Processes that share every layer's matrices.", above=0)
+    replicate: int = option(1, "Copies of the sharded model (hybrid sharding); 1 shards over all.", above=0)
+    max_tokens_per_microbatch: int = option(16384, "Most tokens in a forward and backward pass of a process.", above=0)
+    compile: bool | None = option(None, "Compile layers with torch.compile and the head with Triton; null: on CUDA.")
     recompute: str = option(
         "none",
-        "Layers that are computed again in the backward pass instead of keeping their activations: none, selective "
-        "(every other) or full.",
+        "Layers computed again in the backward pass to save their activations: none, selective (every other) or full.",
+        choices=("none", "selective", "full"),
     )
     reshard: bool | None = option(
         None,
@@ -55,18 +50,13 @@ class ActorConfig(OptimizerConfig):
         [],
         "What waits in the host's memory while the engine serves: optimizer, parameters, reference (also while the "
         "actor learns). Gradients are freed always.",
+        choices=("optimizer", "parameters", "reference"),
     )
     lora: LoraConfig = option(LoraConfig, "")
 
     def check(self) -> None:
         """Raise ConfigError for the first value that cannot work."""
         super().check()
-        choose(self.recompute, RECOMPUTES, "actor.recompute")
-        for what in self.offload:
-            choose(what, OFFLOADS, "actor.offload")
-        for name in ("tensor_parallel", "replicate", "max_tokens_per_microbatch"):
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"actor.{name}={getattr(self, name)} must be above 0.")
         self.lora.check(self.tensor_parallel)
 
     def compiles(self, device: torch.device) -> bool:
@@ -103,19 +93,12 @@ class ActorWorker(Worker):
         super().__init__(layout, self.flops.cost)
         self.config, self.algorithm, self.temperature = config, algorithm, temperature
         self.total_updates, self.minibatches, self.epochs = total_updates, minibatches, epochs
-        self.reshards = config.reshards(layout.dp_shard)
-        self.policy = load_policy(
-            model,
-            layout,
-            compiled=config.compiles(layout.device),
-            recompute=config.recompute,
-            reshard=self.reshards,
-            lora=config.lora,
-        )
+        compiled, self.reshards = config.compiles(layout.device), config.reshards(layout.dp_shard)
+        computed = {"compiled": compiled, "recompute": config.recompute, "reshard": self.reshards}
+        self.policy = load_policy(model, layout, lora=config.lora, **computed)
         self.parameters = list(self.policy.parameters())
         self.optimizer = make_optimizer(self.parameters, config)
-        self.updates = 0
-        self.version = 0
+        self.updates = self.version = 0
         self.optimizer_offload, self.parameters_offload = HostOffload(layout.device), HostOffload(layout.device)
         self.peak = peak_of(torch.cuda.get_device_name()) if layout.device.type == "cuda" else None
 
@@ -152,10 +135,11 @@ class ActorWorker(Worker):
         The order of the minibatches' groups depends on version and epoch alone, so that it is the same on every layout
         and after a resume.
         """
-        updates = []
-        for epoch in range(self.epochs):
-            for minibatch in split_by_groups(batch, self.minibatches, seed=self.version * 1000 + epoch):
-                updates.append(self._policy_update(weigh_tokens(minibatch, self.algorithm)))
+        updates = [
+            self._policy_update(weigh_tokens(minibatch, self.algorithm))
+            for epoch in range(self.epochs)
+            for minibatch in split_by_groups(batch, self.minibatches, seed=self.version * 1000 + epoch)
+        ]
         self.version += 1
         return over_updates(updates)
 
@@ -163,23 +147,21 @@ class ActorWorker(Worker):
         """One optimizer update with the loss of a minibatch that has loss_weights; its metrics."""
         return over_updates([self._policy_update(batch)])
 
-    def sft_update(self, batch: TensorDict | None) -> dict[str, float]:
+    @dispatched("tokens", "response_mask", "loss_weights")
+    def sft_update(self, batch: TensorDict) -> dict[str, float]:
         """One optimizer update towards the response tokens of a batch that has loss_weights; its metrics."""
-        return over_updates([self._sft_update(batch)])
+        found = self._one_update(batch, lambda logprobs, _, fields: (sft_loss(logprobs, fields["loss_weights"]), {}))
+        return over_updates([found])
 
     @dispatched(
         "tokens", "response_mask", "advantages", "loss_weights", "rollout_logprobs", "old_logprobs", "ref_logprobs"
     )
     def _policy_update(self, batch: TensorDict) -> dict[str, Metric]:
-        def loss(logprobs_N: torch.Tensor, entropy_N: torch.Tensor, fields: dict[str, torch.Tensor]):
+        def loss(logprobs_N: Tensor, entropy_N: Tensor, fields: dict[str, Tensor]) -> tuple[Tensor, dict[str, Metric]]:
             total, metrics = policy_loss(logprobs_N, entropy_N, fields, self.algorithm)
             return total, metrics | gap_metrics(logprobs_N, fields)
 
         return self._one_update(batch, loss, self.algorithm.sees_whole_responses("old_logprobs" in batch))
-
-    @dispatched("tokens", "response_mask", "loss_weights")
-    def _sft_update(self, batch: TensorDict) -> dict[str, Metric]:
-        return self._one_update(batch, lambda logprobs_N, _, fields: (sft_loss(logprobs_N, fields["loss_weights"]), {}))
 
     def _one_update(self, batch: TensorDict, token_loss: TokenLoss, whole_responses: bool = False) -> dict[str, Metric]:
         """One optimizer update with the sum of `token_loss` over the response tokens of all ranks' rows.
@@ -199,7 +181,7 @@ class ActorWorker(Worker):
             micros.append(micro)
             self.policy.expect_backward(reduce=micro.last, reshard=micro.last or self.reshards)
 
-            def loss_of(logprobs: torch.Tensor, entropy: torch.Tensor, chunk: slice, micro: MicroBatch = micro):
+            def loss_of(logprobs: Tensor, entropy: Tensor, chunk: slice, micro: MicroBatch = micro):
                 fields = {name: field[chunk] for name, field in micro.fields.items()}
                 loss, more = token_loss(logprobs, entropy, fields)
                 merge(metrics, {**more, "loss": Sum(loss.detach())})
@@ -212,8 +194,10 @@ class ActorWorker(Worker):
             # FSDP averages gradients over the ranks; loss weights are of the whole minibatch, so their sum is wanted.
             (loss * self.layout.sum_size).backward()
         norm = clip_gradients(self.parameters, self.config.max_grad_norm, self.layout, metrics["loss"].value)
+        metrics["grad_norm"] = Max(norm)  # the same on all ranks
         operations, figures = self._work(micros)  # on the host, while the device finishes
-        norm, found = self._read(metrics, norm, float(tokens))
+        found = self._read(metrics, float(tokens))
+        norm = found["grad_norm"].value
         rate = learning_rate(self.config, self.updates, self.total_updates)
         self.optimizer_offload.wait()
         if finite := math.isfinite(norm):
@@ -230,26 +214,21 @@ class ActorWorker(Worker):
         if self.peak:
             figures["perf/update_mfu"] = speed / self.peak
         found |= {name: Mean(value) for name, value in figures.items()}
-        return found | {"update/skipped": Count(0 if finite else 1)}
+        return found | {"update/skipped": Count(int(not finite))}
 
-    def _read(self, metrics: dict[str, Metric], norm: torch.Tensor, tokens: float) -> tuple[float, dict[str, Metric]]:
-        """The gradient norm and the metrics over all ranks, as floats: the one wait for the device before the step."""
-        added = torch.cat(flat(metrics, largest=False))
-        largest = torch.cat([norm[None], *flat(metrics, largest=True)])  # the norm is the same on all ranks
+    def _read(self, metrics: dict[str, Metric], tokens: float) -> dict[str, Metric]:
+        """The metrics over all ranks, as floats: the one wait for the device before the step."""
+        added, largest = flat(metrics, largest=False), flat(metrics, largest=True)
         dist.all_reduce(added, group=self.layout.sum_group)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.layout.sum_group)
         numbers = torch.cat([added, largest]).tolist()
-        added, (norm, *largest) = numbers[: len(added)], numbers[len(added) :]
-        return norm, read(metrics, added, largest, tokens)
+        return read(metrics, numbers[: len(added)], numbers[len(added) :], tokens)
 
     def _work(self, micros: list[MicroBatch]) -> tuple[float, dict[str, float]]:
         """The operations of an update on all ranks, and how evenly they lie (docs/performance.md has the formulas)."""
         # Backward costs twice the forward pass: the gradients to what comes in, and (but for adapters) to the weights.
-        passes = 2 if self.config.lora.rank else 3
-        each = [
-            passes * float(self.flops.forward(micro.lengths, len(micro.targets))) if micro.rows else 0.0
-            for micro in micros
-        ]
+        passes, forward = 2 if self.config.lora.rank else 3, self.flops.forward
+        each = [passes * float(forward(m.lengths, len(m.targets))) if m.rows else 0.0 for m in micros]
         tokens = [sum(micro.lengths) for micro in micros if micro.rows]
         most = torch.tensor([sum(each), *each], dtype=torch.double)
         sums = torch.tensor([sum(each), sum(tokens) - min(tokens), len(tokens) - 1], dtype=torch.double)
@@ -257,11 +236,9 @@ class ActorWorker(Worker):
         dist.all_reduce(sums, group=self.layout.sum_group)
         operations, full, count = sums.tolist()
         mean = operations / self.layout.sum_size
-        figures = {
-            "perf/update_balance": mean / float(most[0]),
-            # Ranks meet in every layer, so each micro-batch lasts as long as its largest.
-            "perf/update_bubble": 1 - mean / float(most[1:].sum()),
-        }
+        # Ranks meet in every layer, so each micro-batch lasts as long as its largest.
+        bubble = 1 - mean / float(most[1:].sum())
+        figures = {"perf/update_balance": mean / float(most[0]), "perf/update_bubble": bubble}
         if count:
             figures["perf/packing"] = full / count / self.config.max_tokens_per_microbatch
         return operations, figures
@@ -280,16 +257,14 @@ def split_by_groups(batch: TensorDict | None, count: int, seed: int) -> Iterator
 
 def response_logprobs(
     policy: Policy, group: WorkerGroup, batch: TensorDict, max_tokens: int, temperature: float
-) -> torch.Tensor:
+) -> Tensor:
     """[B, *] float32: log-probabilities of the response tokens of this rank's rows under `policy`, 0 elsewhere."""
-    seen: list[tuple[MicroBatch, torch.Tensor]] = []
     with torch.no_grad():
-        for micro in microbatches(batch, max_tokens, group):
-            logprobs, _ = policy(micro, temperature, entropy=False)
-            seen.append((micro, logprobs))
+        micros = microbatches(batch, max_tokens, group)
+        seen = [(micro, policy(micro, temperature, entropy=False)[0]) for micro in micros]
     # Without a backward pass parameters would stay gathered, in the compute type, where others read them.
     policy.reshard_all()
-    rows: dict[int, torch.Tensor] = {}
+    rows: dict[int, Tensor] = {}
     for micro, logprobs in seen:  # read at the end: between two passes the device would wait for the host
-        rows.update(micro.unpack(logprobs))
+        rows |= micro.unpack(logprobs)
     return jagged([rows[i] for i in range(len(batch))])

@@ -1,7 +1,8 @@
-"""The memory of a device that an engine and the trainer share: what the engine lets go of, and who holds how much."""
+"""The memory of a device that engine and trainer share: its peaks, what the engine lets go of, who holds what."""
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -9,9 +10,52 @@ from torch.distributed.tensor import DTensor
 
 from workers.actor import ActorWorker
 from workers.engines.protocol import WEIGHTS
-from workers.peaks import MARGIN, Peaks
 from workers.ref import RefWorker
 from workers.rollout import RolloutWorker
+
+MARGIN = 0.05
+"""The share of a GPU's memory that is left unused, for what no prediction counts and for steps that need more."""
+
+PHASES = ("sync", "rollout", "ref", "old_logprobs", "update")
+"""The phases of a step that are predicted (workers/plan.py) and measured, by the names of their times."""
+
+
+class Peaks:
+    """Nothing where `cuda` is False. Torch counts one peak, reset here at each border of a phase and nowhere else."""
+
+    def __init__(self, cuda: bool) -> None:
+        self._cuda, self._reserved = cuda, 0
+        self._open: list[str] = []
+        self._peaks: dict[str, int] = {}
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Watch the block as the phase `name`; phases may nest, and the same name keeps its largest."""
+        self._read()
+        self._open.append(name)
+        try:
+            yield
+        finally:
+            self._read()
+            self._open.remove(name)
+
+    def _read(self) -> None:
+        if not self._cuda:
+            return
+        self._reserved = self.most_reserved()
+        allocated = torch.cuda.max_memory_allocated()
+        for name in self._open:
+            self._peaks[name] = max(self._peaks.get(name, 0), allocated)
+        torch.cuda.reset_peak_memory_stats()
+
+    def most_reserved(self) -> int:
+        """The most bytes that torch's allocator has held since the process began."""
+        return max(self._reserved, torch.cuda.max_memory_reserved())
+
+    def metrics(self) -> dict[str, float]:
+        """Allocated GiB as "memory/NAME_peak_gib", of the PHASES that ended since the last call."""
+        peaks, self._peaks = self._peaks, {}
+        return {f"memory/{name}_peak_gib": size / 2**30 for name, size in peaks.items() if name in PHASES}
 
 
 class SharedMemory:

@@ -25,8 +25,8 @@ class MicroBatch:
     rows: list[int]  # of the rank's batch; none in a pass that only keeps step with other ranks
     last: bool  # of the rank's micro-batches
     response_mask: Tensor  # [T] bool, on the host
-    tokens: Tensor  # [T] int64
     sequences: PackedSequences
+    tokens: Tensor  # [T] int64
     predictors: Tensor  # [N] int64, the places in T just before the response tokens
     targets: Tensor  # [N] int64, the response tokens
     fields: dict[str, Tensor]  # [N] each, of the response tokens; seq_id (int64) numbers the sequences
@@ -42,13 +42,12 @@ class MicroBatch:
     ) -> "MicroBatch":
         """From fields [T] on the host. No sequence's first token may be in a response; none is without `rows`."""
         fields = packed | {"seq_id": torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))}
-        tokens, mask = fields.pop("tokens"), fields.pop("response_mask")
-        mask = mask if rows else torch.zeros_like(mask)
+        tokens, mask = fields.pop("tokens"), fields.pop("response_mask") & bool(rows)
         places = mask.nonzero()[:, 0]  # on the host: to count on the device would make the host wait
         fields = {name: to_device(field[places], device) for name, field in fields.items()}
         sequences = PackedSequences.of(lengths, device)
-        cut = (to_device(x, device) for x in (places - 1, tokens[places]))
-        return cls(rows, last, mask, to_device(tokens, device), sequences, *cut, fields)
+        on_device = (to_device(x, device) for x in (tokens, places - 1, tokens[places]))
+        return cls(rows, last, mask, sequences, *on_device, fields)
 
     def unpack(self, values_N: Tensor) -> dict[int, Tensor]:
         """Values of the response tokens by row, on the host: [length] each, 0 outside the response."""

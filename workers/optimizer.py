@@ -1,49 +1,46 @@
 """The optimizer: AdamW, its learning rate over a run, and the norm of the gradient."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
 
-from grpo.config import ConfigError, choose, option
+from grpo.config import ConfigError, check_values, option
 from workers.parallel.mesh import TrainingLayout
-
-SCHEDULES = ("constant", "linear", "cosine")
 
 
 @dataclass
 class OptimizerConfig:
-    learning_rate: float = option(1e-6, "Highest learning rate of AdamW.")
+    learning_rate: float = option(1e-6, "Highest learning rate of AdamW.", above=0)
     betas: list[float] = option([0.9, 0.95], "AdamW's decay rates of the mean and the squared mean.")
     weight_decay: float = option(0.0, "AdamW's weight decay of matrices; norms and biases have none.")
     warmup_updates: int = option(0, "Optimizer updates over which the learning rate rises from 0.")
-    schedule: str = option("constant", "Learning rate after the warm-up: constant, linear or cosine.")
-    final_learning_rate_ratio: float = option(
-        0.0, "The last learning rate of the linear and cosine schedules, over the highest."
+    schedule: str = option(
+        "constant",
+        "Learning rate after the warm-up: constant, linear or cosine.",
+        choices=("constant", "linear", "cosine"),
     )
-    max_grad_norm: float = option(1.0, "Longest gradient; a longer one is scaled down to it.")
+    final_learning_rate_ratio: float = option(0.0, "The last learning rate of linear and cosine, over the highest.")
+    max_grad_norm: float = option(1.0, "Longest gradient; a longer one is scaled down to it.", above=0)
 
     def check(self) -> None:
         """Raise ConfigError for the first value that cannot work."""
-        choose(self.schedule, SCHEDULES, "actor.schedule")
-        for name in ("learning_rate", "max_grad_norm"):
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"actor.{name}={getattr(self, name)} must be above 0.")
+        check_values(self, "actor.")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ConfigError(f"actor.betas={self.betas} must be two numbers of at least 0 and below 1.")
 
 
-def make_optimizer(parameters: Sequence[torch.nn.Parameter], config: OptimizerConfig) -> torch.optim.AdamW:
+def make_optimizer(parameters: list[Parameter], config: OptimizerConfig) -> torch.optim.AdamW:
     """AdamW for those of the parameters that are trained."""
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     groups = [
-        {"params": [parameter for parameter in trained if parameter.ndim > 1]},
+        {"params": [parameter for parameter in trained if parameter.ndim > 1], "weight_decay": config.weight_decay},
         # Norms and biases: to pull them to 0 would change what a layer does, not how large its weights are.
         {"params": [parameter for parameter in trained if parameter.ndim == 1], "weight_decay": 0.0},
     ]
-    betas = tuple(config.betas)
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, weight_decay=config.weight_decay, fused=True)
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=tuple(config.betas), fused=True)
 
 
 def learning_rate(config: OptimizerConfig, update: int, total_updates: int) -> float:
@@ -59,9 +56,7 @@ def learning_rate(config: OptimizerConfig, update: int, total_updates: int) -> f
 
 
 @torch.no_grad()
-def clip_gradients(
-    parameters: Sequence[torch.nn.Parameter], longest: float, layout: TrainingLayout, loss: torch.Tensor
-) -> torch.Tensor:
+def clip_gradients(parameters: list[Parameter], longest: float, layout: TrainingLayout, loss: Tensor) -> Tensor:
     """Scale the gradients down to the norm `longest` if they are longer; returns their norm before, a float64 scalar.
 
     It is the norm of the whole gradient on every layout: what is replicated over the tensor mesh counts once. It is
@@ -69,11 +64,8 @@ def clip_gradients(
     """
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     locals_ = [grad.to_local() for grad in grads]
-    on_tensor_mesh = layout.tp_size > 1
-    copies = [
-        float(layout.dp_replicate * (layout.tp_size if on_tensor_mesh and grad.placements[-1].is_replicate() else 1))
-        for grad in grads
-    ]
+    tensor_copies = [layout.tp_size if grad.placements[-1].is_replicate() else 1 for grad in grads]
+    copies = [float(layout.dp_replicate * count) for count in tensor_copies]
     # Scalars go along with the kernels: a tensor of them would make the device wait.
     squares = torch._foreach_div(torch._foreach_pow(torch._foreach_norm(locals_), 2.0), copies)
     total = torch.stack(squares).double().sum() + 0 * loss.detach()  # NaN for a loss that is not finite

@@ -16,21 +16,19 @@ import torch
 import transformers
 
 from workers.actor import ActorConfig
+from workers.memory import MARGIN, PHASES
 from workers.models import family_of
 from workers.models.llama import Llama
 from workers.parallel import policy
 from workers.parallel.logprobs import Head
-from workers.peaks import MARGIN, PHASES
 from workers.rollout import RolloutConfig
 from workers.sharding import BUCKET_BYTES
 
-OUTSIDE = "SGLang"
-"""What takes memory in processes of its own."""
+OUTSIDE = "SGLang"  # takes memory in processes of its own
+MASTER, ADAM = 4, 8  # bytes of each parameter
+STEP = 1024  # tokens
 
-MASTER, ADAM, STEP = 4, 8, 1024
-
-Breakdown = dict[str, int]
-"""Bytes by what takes them."""
+Breakdown = dict[str, int]  # bytes by what takes them
 
 
 @dataclass(frozen=True)
@@ -47,23 +45,21 @@ class Weights:
     @classmethod
     def of(cls, config: transformers.PretrainedConfig, dp_shard: int, tp_size: int) -> "Weights":
         """Those of the model of `config` on dp_shard x tp_size ranks, as load_policy cuts it."""
-        family = family_of(config)
+        family, local, gathered = family_of(config), 0, {}
         with torch.device("meta"):
             model = transformers.AutoModelForCausalLM.from_config(config)
-        whole = {name: parameter.numel() for name, parameter in model.named_parameters()}
-        local, gathered = 0, {}
         for name, parameter in model.named_parameters():
             shape, placement = list(parameter.shape), family.placement(name)
             if placement.is_shard():
                 shape[placement.dim] //= tp_size
             gathered[name] = prod(shape)
             local += ceil(shape[0] / dp_shard) * prod(shape[1:])
-        first = "model.layers.0."
-        alone = sum(size for name, size in whole.items() if name.startswith(first)) >= policy.SMALLEST_UNIT
-        layer = sum(size for name, size in gathered.items() if name.startswith(first)) if alone else 0
+        layer = 0
+        if sum(parameter.numel() for parameter in model.model.layers[0].parameters()) >= policy.SMALLEST_UNIT:
+            layer = sum(size for name, size in gathered.items() if name.startswith("model.layers.0."))
         root = sum(gathered.values()) - layer * family.layers
-        head = family.vocab // tp_size * family.hidden
-        return cls(sum(whole.values()), max(whole.values()), local, root, layer, head)
+        sizes = [parameter.numel() for parameter in model.parameters()]
+        return cls(sum(sizes), max(sizes), local, root, layer, family.vocab // tp_size * family.hidden)
 
 
 @dataclass(frozen=True)
@@ -86,11 +82,6 @@ class Job:
     @property
     def family(self) -> Llama:
         return family_of(self.model)
-
-    @property
-    def inner(self) -> int:
-        """The feed-forward size of one tensor-parallel rank."""
-        return self.family.feed_forward // self.actor.tensor_parallel
 
     def weights(self) -> Weights:
         return Weights.of(self.model, self.dp_shard, self.actor.tensor_parallel)
@@ -115,54 +106,43 @@ def predict(job: Job, weights: Weights | None = None) -> dict[str, Breakdown]:
 
     weights: those of the job, if they are at hand.
     """
-    w, e = weights or job.weights(), job.compute.itemsize
+    w, e, family = weights or job.weights(), job.compute.itemsize, job.family
     stored = {"weights": MASTER * w.local, "optimizer": ADAM * w.local, "reference": e * w.local * job.reference}
     offloaded = [{"parameters": "weights"}.get(what, what) for what in job.actor.offload]
-    engine = {OUTSIDE: 0} if job.rollout.engine == "sglang" else {"engine": e * w.total}
-    awake, served = dict(engine), dict(engine)
-    if OUTSIDE in engine:
-        copy, static = e * w.total // job.rollout.tensor_parallel, int(job.rollout.memory_fraction * job.total)
-        engine[OUTSIDE] = {"none": static, "kv": copy}.get(job.rollout.release, 0)
-        awake[OUTSIDE], served[OUTSIDE] = max(engine[OUTSIDE], copy), static
+    kept = {what: size for what, size in stored.items() if what not in offloaded}
+    copy, share = e * w.total // job.rollout.tensor_parallel, int(job.rollout.memory_fraction * job.total)
+    if job.rollout.engine == "sglang":
+        engine, left, served = OUTSIDE, {"none": share, "kv": copy}.get(job.rollout.release, 0), share
     else:
-        # KV cache of all samples at once, twice while finished rows leave it, and their logits as they are sampled.
-        cache = 2 * job.family.layers * job.family.kv_heads * job.family.head_dim * e
-        served["engine"] += job.rows * (2 * job.longest * cache + 5 * 4 * job.family.vocab)
+        # KV cache of the samples at work, and of each a row of float32 logits with what drawing from it makes of it.
+        row = job.longest * 2 * family.layers * family.kv_heads * family.head_dim * e + 6 * 4 * family.vocab
+        served = copy + min(job.rows, job.rollout.concurrent_samples) * row
+        engine, left, served = "engine", copy, max(copy, min(share, served))
+    rest = stored | {engine: left}
     bucket = min(max(BUCKET_BYTES, e * w.largest), e * w.total)
     buckets = bucket * (2 if job.dp_shard * job.actor.tensor_parallel > 1 else 1)
-    kept = {what: size for what, size in stored.items() if what not in offloaded}
-    phases = {
-        "rest": stored | engine,
-        "sync": {"weights": stored["weights"], **kept, "buckets": buckets} | awake,
-        "rollout": kept | served,
-        "update": stored | {"reference": kept.get("reference", 0)} | _update(job, w) | engine,
-    }
-    if job.reference:
-        phases["ref"] = stored | _logprobs(job, w) | engine
-    if job.off_policy:
-        phases["old_logprobs"] = stored | _logprobs(job, w) | engine
-    return {name: phases[name] for name in ("rest", *PHASES) if name in phases}
+    awake = {"buckets": buckets, engine: max(left, copy)}
+    phases = {"rest": rest, "sync": {"weights": stored["weights"]} | kept | awake, "rollout": kept | {engine: served}}
+    for name, asked_for in (("ref", job.reference), ("old_logprobs", job.off_policy)):
+        if asked_for:
+            phases[name] = rest | _logprobs(job, w)
+    return phases | {"update": rest | {"reference": kept.get("reference", 0)} | _update(job, w)}
 
 
 def _update(job: Job, w: Weights) -> Breakdown:
     """The fullest moment of an update, without what is stored throughout."""
-    e, tokens, inner = job.compute.itemsize, job.tokens, job.inner
-    hidden, layers = job.family.hidden, job.family.layers
+    e, tokens, hidden, layers = job.compute.itemsize, job.tokens, job.family.hidden, job.family.layers
+    inner = job.family.feed_forward // job.actor.tensor_parallel
     # Until the last micro-batch reduces them, FSDP adds up whole gradients in float32.
     adds_up = job.learned > tokens
     each = job.family.activations(job.actor.tensor_parallel, job.compute, job.compiled)
     recompute = {"none": (), "selective": range(1, layers, 2), "full": range(layers)}[job.actor.recompute]
     before = [0, *accumulate(hidden * e if i in recompute else each for i in range(layers))]
     logits = min(Head.chunk_size, tokens) * (w.head // hidden)
-    moments = [
-        {
-            # The last norm, the hidden states that the head sees, and their gradient.
-            "activations": tokens * (before[-1] + hidden * (4 + 4 * e)),
-            "gradients": 4 * (w.root + layers * w.layer) * adds_up,
-            # A chunk's logits, of which eager arithmetic makes five float32 copies, and the weight's gradient.
-            "head": e * logits + 4 * w.head + max(e * w.head, 0 if job.compiled else 5 * 4 * logits),
-        }
-    ]
+    # Activations, gradients and the head. First in the head: the last norm, the hidden states that it sees and their
+    # gradient; a chunk's logits, of which eager arithmetic makes five float32 copies, and the weight's gradient.
+    head = e * logits + 4 * w.head + max(e * w.head, 0 if job.compiled else 5 * 4 * logits)
+    moments = [(tokens * (before[-1] + hidden * (4 + 4 * e)), 4 * (w.root + layers * w.layer) * adds_up, head)]
     for i in reversed(range(layers)):
         # Of the layers up to this one, and gradients that pass through its feed-forward part.
         passing = before[i] + each + e * hidden * (i in recompute) + e * (2 * inner + 3 * hidden)
@@ -170,18 +150,17 @@ def _update(job: Job, w: Weights) -> Breakdown:
         reduced = (layers - 1 - i) * w.layer
         gradients = 4 * reduced // job.dp_shard + (e + 4) * w.layer
         gradients += 4 * (w.root + layers * w.layer - reduced) * adds_up
-        moments.append({"activations": tokens * passing, "gradients": gradients, "head": e * w.head})
+        moments.append((tokens * passing, gradients, e * w.head))
     # Last come the embeddings, whose gradient is the sum of two where they are the head too.
-    last = {"gradients": 4 * w.local + (e + 4 + 4 * adds_up) * w.root, "head": e * w.head}
-    moments.append({"activations": tokens * e * hidden} | last)
-    return _gathered(job, w) | max(moments, key=lambda parts: sum(parts.values()))
+    moments.append((tokens * e * hidden, 4 * w.local + (e + 4 + 4 * adds_up) * w.root, e * w.head))
+    return _gathered(job, w) | dict(zip(("activations", "gradients", "head"), max(moments, key=sum), strict=True))
 
 
 def _logprobs(job: Job, w: Weights) -> Breakdown:
     """The fullest moment of a forward pass without gradients, without what is stored throughout."""
     e, tokens, hidden = job.compute.itemsize, job.tokens, job.family.hidden
     logits = min(Head.chunk_size, tokens) * (w.head // hidden)
-    in_a_layer = {"activations": tokens * e * 3 * (job.inner + hidden)}
+    in_a_layer = {"activations": tokens * e * 3 * (job.family.feed_forward // job.actor.tensor_parallel + hidden)}
     in_the_head = {"activations": tokens * e * 2 * hidden, "head": logits * (e + (0 if job.compiled else 3 * 4))}
     return _gathered(job, w) | max(in_a_layer, in_the_head, key=lambda parts: sum(parts.values()))
 
@@ -193,10 +172,7 @@ def _gathered(job: Job, w: Weights) -> Breakdown:
 
 
 def most_tokens(job: Job, weights: Weights) -> int | None:
-    """The largest actor.max_tokens_per_microbatch, a multiple of 1024 and no more than an update needs, that fits.
-
-    None where even the longest sample does not.
-    """
+    """The largest multiple of 1024 that fits as actor.max_tokens_per_microbatch, up to an update's tokens, if any."""
 
     def too_large(steps: int) -> bool:
         other = job.having("actor", max_tokens_per_microbatch=steps * STEP)
@@ -213,31 +189,25 @@ def most_tokens(job: Job, weights: Weights) -> int | None:
 def most_memory_fraction(job: Job, weights: Weights) -> float | None:
     """The largest rollout.memory_fraction, in twentieths, that fits and holds the weights; None where none does."""
     phases = PHASES if job.rollout.release == "none" else ("sync", "rollout")
+    copy = job.compute.itemsize * weights.total / job.rollout.tensor_parallel
     for fraction in (twentieths / 20 for twentieths in range(19, 0, -1)):
         other = job.having("rollout", memory_fraction=fraction)
-        holds = fraction * job.total > job.compute.itemsize * weights.total / job.rollout.tensor_parallel
-        if holds and not _too_large(other, weights, phases):
+        if fraction * job.total > copy and not _too_large(other, weights, phases):
             return fraction
     return None
 
 
-def advice(job: Job, weights: Weights | None = None) -> list[str]:
-    """A sentence for each phase that does not fit, with what would help; else one of how far two settings could go.
-
-    weights: those of the job, if they are at hand.
-    """
-    weights = weights or job.weights()
+def advice(job: Job, weights: Weights) -> list[str]:
+    """A sentence for each phase that does not fit, with what would help; else one of how far two settings could go."""
     limits = {}
     if tokens := most_tokens(job, weights):
         limits[f"actor.max_tokens_per_microbatch={tokens}"] = job.having("actor", max_tokens_per_microbatch=tokens)
-    sglang = job.rollout.engine == "sglang"
-    if sglang and (fraction := most_memory_fraction(job, weights)):
+    if fraction := most_memory_fraction(job, weights):
         limits[f"rollout.memory_fraction={fraction:g}"] = job.having("rollout", memory_fraction=fraction)
-    too_large = _too_large(job, weights)
-    if not too_large:
+    if not (too_large := _too_large(job, weights)):
         return [f"It fits. The largest that would, each alone: {', '.join(limits)}."]
     ways = limits | {
-        "rollout.release=kv+weights": job.having("rollout", release="kv+weights") if sglang else job,
+        "rollout.release=kv+weights": job.having("rollout", release="kv+weights"),
         "actor.reshard=true": job.having("actor", reshard=True),
         "actor.recompute=selective": job.having("actor", recompute="selective"),
         "actor.recompute=full": job.having("actor", recompute="full"),
@@ -245,10 +215,7 @@ def advice(job: Job, weights: Weights | None = None) -> list[str]:
         "actor.offload=[optimizer,parameters]": job.having("actor", offload=["optimizer", "parameters"]),
         "twice as many GPUs": replace(job, dp_shard=2 * job.dp_shard, samples=ceil(job.samples / 2)),
     }
-    sizes = {}
-    for way, other in ways.items():
-        phases = predict(other, weights if other.dp_shard == job.dp_shard else None)
-        sizes[way] = {name: sum(parts.values()) for name, parts in phases.items()}
+    sizes = {way: _sizes(other, weights if other.dp_shard == job.dp_shard else None) for way, other in ways.items()}
     limit, sentences = job.total * (1 - MARGIN), []
     for name, size in too_large.items():
         enough = [way for way in ways if sizes[way][name] <= limit]
@@ -258,10 +225,15 @@ def advice(job: Job, weights: Weights | None = None) -> list[str]:
     return sentences
 
 
+def _sizes(job: Job, weights: Weights | None) -> dict[str, int]:
+    """The bytes of each phase."""
+    return {name: sum(parts.values()) for name, parts in predict(job, weights).items()}
+
+
 def _too_large(job: Job, weights: Weights, phases: Collection[str] = ("rest", *PHASES)) -> dict[str, int]:
     """The bytes of those of `phases` that do not leave MARGIN of the device."""
-    sizes = {name: sum(parts.values()) for name, parts in predict(job, weights).items() if name in phases}
-    return {name: size for name, size in sizes.items() if size > job.total * (1 - MARGIN)}
+    limit = job.total * (1 - MARGIN)
+    return {name: size for name, size in _sizes(job, weights).items() if name in phases and size > limit}
 
 
 def gib(size: float) -> str:

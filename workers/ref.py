@@ -28,14 +28,11 @@ class RefWorker(Worker):
         actors: Policy | None = None,
     ) -> None:
         super().__init__(layout, family_of(read_config(model)).flops().cost)
-        if actors is not None and config.lora.rank:
-            self.policy = actors
-        else:
-            compiled, reshard = config.compiles(layout.device), config.reshards(layout.dp_shard)
-            self.policy = load_policy(model, layout, trains=False, compiled=compiled, reshard=reshard)
+        shared = actors is not None and config.lora.rank > 0
+        compiled, reshard = config.compiles(layout.device), config.reshards(layout.dp_shard)
+        self.policy = actors if shared else load_policy(model, layout, trains=False, compiled=compiled, reshard=reshard)
         self.max_tokens, self.temperature = config.max_tokens_per_microbatch, temperature
-        # The actor's own policy is the actor's to move.
-        self.offloads = "reference" in config.offload and self.policy is not actors
+        self.offloads = "reference" in config.offload and not shared  # the actor's own policy is the actor's to move
         self.offloaded = HostOffload(layout.device)
         self.offload()
 

@@ -125,10 +125,9 @@ class RolloutWorker(Worker):
         prompts: P of them on the controller, elsewhere None. temperature: another than the configured one, as
         evaluations may want; 0 takes the most likely token. Returns the batch on the controller and None elsewhere.
         """
-        task = None
+        task, temperature = None, self.config.temperature if temperature is None else temperature
         if prompts is not None:
-            heat = self.config.temperature if temperature is None else temperature
-            task = _Task(list(prompts), samples, held_out, heat, self.store.add("rollouts", 1))
+            task = _Task(list(prompts), samples, held_out, temperature, self.store.add("rollouts", 1))
         task = self.group.share(task, "the prompts of RolloutWorker.generate")
         version, rounds = self.rounds.get(held_out, (None, 0))
         self.rounds[held_out] = self.version, rounds + 1 if version == self.version else 1
@@ -137,11 +136,11 @@ class RolloutWorker(Worker):
             done = self.engine.run(self._roll_out(task))
             waited = max(0.0, time.perf_counter() - self.sampled_at)
         seconds = time.perf_counter() - begun
-        everyones = self.group.collect(done, "RolloutWorker.generate")
+        of_engines = self.group.collect(done, "RolloutWorker.generate")
         self.metrics = {"perf/rollout_bubble": self._bubble(seconds), "time/rewards": waited}
-        if everyones is None:
+        if of_engines is None:
             return None
-        self.trajectories = sorted(itertools.chain.from_iterable(everyones), key=lambda t: t.group)
+        self.trajectories = sorted(itertools.chain.from_iterable(of_engines), key=lambda t: t.group)
         if len(self.trajectories) != len(prompts) * samples:
             raise RuntimeError(f"{len(self.trajectories)} samples came back of {len(prompts)} prompts x {samples}.")
         return batch_of(self.trajectories)

@@ -43,6 +43,10 @@ def identity(problem: Problem) -> tuple:
     return (*sorted(problem.numbers), problem.target)
 
 
+def problem_of(row: dict) -> tuple:
+    return identity(Problem(tuple(row["numbers"]), row["target"]))
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("countdown")
@@ -74,7 +78,7 @@ def test_every_trace_is_exact_and_its_verdicts_are_the_rewards(name):
     reward, tokenizer = rewards.get("countdown"), make_tokenizer()
     known = {identity(problem) for problem in training}
     for row in demonstrations(training, preset, seed=0):
-        assert identity(Problem(tuple(row["numbers"]), row["target"])) in known
+        assert problem_of(row) in known
         thinking, answer = row["response"].split(" </think> ")
         tries = list(STEP.finditer(thinking))
         assert " ".join(t.group() for t in tries) == thinking
@@ -89,8 +93,7 @@ def test_every_trace_is_exact_and_its_verdicts_are_the_rewards(name):
         assert all(t.group(9) == "no" for t in tries[:-1])
         a, first, b, _, second, c, _, _, verdict = tries[-1].groups()
         assert answer == f"<answer> ( {a} {first} {b} ) {second} {c} </answer>"
-        graded = reward(row["response"], row)
-        assert graded == (1.0 if verdict == "yes" else 0.1)
+        assert reward(row["response"], row) == (1.0 if verdict == "yes" else 0.1)
         assert tokenizer.decode(tokenizer(row["response"])["input_ids"]) == row["response"]
 
 
@@ -141,15 +144,13 @@ def test_the_folder_holds_disjoint_problems_and_the_same_again(folder, tmp_path)
     assert (len(training), len(held_out), len(shown)) == (332, 128, 3000)
     assert set(training[0]) == {"prompt", "numbers", "target"}
     assert set(shown[0]) == {"prompt", "response", "numbers", "target"}
-    apart = {(*sorted(row["numbers"]), row["target"]) for row in held_out}
-    assert not apart & {(*sorted(row["numbers"]), row["target"]) for row in training + shown}
+    assert not set(map(problem_of, held_out)) & set(map(problem_of, training + shown))
     for row in training + shown:
         assert row["prompt"] == f"{' '.join(map(str, row['numbers']))} to {row['target']} <think>"
     write(tmp_path, dataclasses.replace(presets()["search"], demonstrations=3000), seed=0)
     files = sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
     assert [path for path in files if (folder / path).read_bytes() != (tmp_path / path).read_bytes()] == []
-    other = dataclasses.replace(presets()["search"], demonstrations=10)
-    write(tmp_path, other, seed=1)
+    write(tmp_path, dataclasses.replace(presets()["search"], demonstrations=10), seed=1)
     assert len(rows_of(tmp_path / "demonstrations.jsonl")) == 10
     assert (tmp_path / "heldout.jsonl").read_bytes() != (folder / "heldout.jsonl").read_bytes()
 
@@ -159,10 +160,8 @@ def test_the_model_folder_loads_as_any_other(folder):
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / "model")
     assert len(tokenizer) == model.config.vocab_size == 118
     assert model.num_parameters() < 200_000
-    assert (model.config.pad_token_id, model.config.eos_token_id) == (
-        tokenizer.pad_token_id,
-        tokenizer.eos_token_id,
-    )
+    assert model.config.pad_token_id == tokenizer.pad_token_id
+    assert model.config.eos_token_id == tokenizer.eos_token_id
     expected = make_model(seed=0).state_dict()
     assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
     drawn = model.generation_config
@@ -171,10 +170,8 @@ def test_the_model_folder_loads_as_any_other(folder):
     ids = tokenizer(text)["input_ids"]
     assert len(ids) == len(text.split())
     assert tokenizer.decode(ids) == text
-    assert (
-        tokenizer("(7+3)*2</think>\n<answer>")["input_ids"]
-        == (tokenizer("( 7 + 3 ) * 2 </think> <answer>")["input_ids"])
-    )
+    dense, spaced = tokenizer(["(7+3)*2</think>\n<answer>", "( 7 + 3 ) * 2 </think> <answer>"])["input_ids"]
+    assert dense == spaced
     assert tokenizer.decode([*ids, tokenizer.eos_token_id], skip_special_tokens=True) == text
     with pytest.raises(Exception, match="UNK"):
         tokenizer("seven")
@@ -198,14 +195,12 @@ def test_models_of_every_kind_depend_on_their_seed_alone(kind, tied):
 
 
 def test_the_command_line_fills_the_folder(tmp_path):
-    script = Path(__file__).parents[2] / "examples" / "countdown.py"
-    out = tmp_path / "direct"
+    script, out = Path(__file__).parents[2] / "examples" / "countdown.py", tmp_path / "direct"
     command = [sys.executable, str(script), str(out), "--preset", "direct", "--seed", "3"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert len(rows_of(out / "demonstrations.jsonl")) == presets()["direct"].demonstrations
-    wrong = subprocess.run([*command[:-3], "easy"], capture_output=True, text=True)
-    assert wrong.returncode == 2
+    assert subprocess.run([*command[:-3], "easy"], capture_output=True).returncode == 2
 
 
 def test_the_script_begins_anew_or_goes_on_with_what_is_there(tmp_path):

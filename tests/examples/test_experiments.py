@@ -1,12 +1,13 @@
 """examples/experiments/: what is read from a response, the shares of a step, the gradient's noise, and the table."""
 
+import itertools
 import json
 import math
-import random
 import re
 import subprocess
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from examples.experiments import lessons
@@ -71,13 +72,9 @@ def test_stated_results_are_true_only_if_all_are():
 def test_checks_are_true_only_if_all_are():
     for thinking in (RIGHT, WRONG):
         assert reading(f"{thinking} {MISS}")["checks"], thinking
-    for thinking in (
-        "7 + 3 = 10 + 2 = 12 to 12 no",
-        "7 - 2 = 5 + 3 = 8 to 12 yes",
-        "7 - 2 = 5 + 3 = 8 to 8 yes",  # another target than the problem's
-        f"{WRONG} 7 - 2 = 5 + 3 = 8 to 12 yes",
-        "7 + 3 = 10 + 2 = 12",  # says nothing
-    ):
+    silent, other_target = "7 + 3 = 10 + 2 = 12", "7 - 2 = 5 + 3 = 8 to 8 yes"
+    no, yes = f"{silent} to 12 no", "7 - 2 = 5 + 3 = 8 to 12 yes"
+    for thinking in (no, yes, other_target, f"{WRONG} {yes}", silent):
         assert not reading(f"{thinking} {MISS}")["checks"], thinking
 
 
@@ -106,14 +103,10 @@ def test_halfway_is_the_step_from_which_a_curve_stays_past_its_middle():
 
 
 def test_the_noise_of_gradients_is_estimated_without_bias():
-    random_ = random.Random(0)
     mean, deviation, size, count = 0.5, 2.0, 50, 4
-    found = []
-    for _ in range(2000):
-        gradients = [[random_.gauss(mean, deviation) for _ in range(size)] for _ in range(count)]
-        squares = [sum(x * x for x in gradient) for gradient in gradients]
-        middle = [sum(column) / count for column in zip(*gradients, strict=True)]
-        found.append(spread(squares, sum(x * x for x in middle)))
+    gradients = np.random.default_rng(0).normal(mean, deviation, (2000, count, size))
+    squares, of_means = (gradients**2).sum(2).tolist(), (gradients.mean(1) ** 2).sum(1).tolist()
+    found = [spread(*each) for each in zip(squares, of_means, strict=True)]
     average = {name: sum(one[name] for one in found) / len(found) for name in found[0]}
     assert average["variance"] == pytest.approx(size * deviation**2, rel=0.01)
     assert average["signal"] == pytest.approx(size * mean**2, rel=0.05)
@@ -136,24 +129,24 @@ def test_every_run_of_the_script_is_read_and_can_be_configured(monkeypatch):
     assert subprocess.run(["bash", "-n", str(SCRIPT)]).returncode == 0
 
 
+def write_lines(path: Path, rows: list[dict]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
 def test_figures_are_drawn_from_the_runs_and_a_missing_one_is_named(tmp_path):
-    keys = [key for key in lessons.KEPT.values() if not key.startswith("eval/")]
-    held_out = [key for key in lessons.KEPT.values() if key.startswith("eval/")]
+    held_out = {key for key in lessons.KEPT.values() if key.startswith("eval/")}
+    trained = set(lessons.KEPT.values()) - held_out
     sample = {"response": f"{WRONG} {RIGHT} {HIT}", "row": ROW, "held_out": False}
-    for name in runs_of_the_script():
-        for seed in lessons.SEEDS:
-            folder = tmp_path / f"{name}-{seed}"
-            folder.mkdir()
-            rows = [{"step": step, **({} if step == 0 else dict.fromkeys(keys, 0.5 + seed))} for step in range(5)]
-            for row in rows[::2]:
-                row |= dict.fromkeys(held_out, 0.25 * row["step"])
-            (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-            (folder / "samples.jsonl").write_text(
-                "".join(json.dumps({"step": step, **sample}) + "\n" for step in range(1, 5))
-            )
-    sizes = [
-        {"prompts": 2**i, "batches": 8 >> i, "variance": 8 / 2**i, "signal": 2.0, "norms": [1, 3]} for i in range(3)
-    ]
+    for name, seed in itertools.product(runs_of_the_script(), lessons.SEEDS):
+        rows = [{"step": 0}, *({"step": step} | dict.fromkeys(trained, 0.5 + seed) for step in range(1, 5))]
+        for row in rows[::2]:
+            row |= dict.fromkeys(held_out, 0.25 * row["step"])
+        folder = tmp_path / f"{name}-{seed}"
+        folder.mkdir()
+        write_lines(folder / "metrics.jsonl", rows)
+        write_lines(folder / "samples.jsonl", [{"step": step, **sample} for step in range(1, 5)])
+    shared = {"signal": 2.0, "norms": [1, 3]}
+    sizes = [{"prompts": 2**i, "batches": 8 >> i, "variance": 8 / 2**i, **shared} for i in range(3)]
     gradient = {"prompts": 8, "samples_per_prompt": 8, "policy": {"reward/mean": 0.3}, "sizes": sizes}
     (tmp_path / "gradient.json").write_text(json.dumps(gradient))
     data = lessons.collect(tmp_path)

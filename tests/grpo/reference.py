@@ -58,12 +58,20 @@ def compared(samples, values_of=normalised):
         yield from ((*pair, 1 / len(group) / len(groups)) for pair in zip(group, advantages, strict=True))
 
 
+def each_token(samples, values_of=normalised):
+    """(sample, t, the sample's advantage, its share as above) of every token of every response."""
+    for sample, advantage, share in compared(samples, values_of):
+        yield from ((sample, t, advantage, share) for t in range(len(sample.old)))
+
+
+def tokens_in(samples):
+    return sum(len(sample.old) for sample in samples)
+
+
 def clip(ratio, low, high):
-    if ratio < low:
-        return torch.tensor(low, dtype=torch.float64)
-    if ratio > high:
-        return torch.tensor(high, dtype=torch.float64)
-    return ratio
+    if low <= ratio <= high:
+        return ratio
+    return torch.tensor(low if ratio < low else high, dtype=torch.float64)
 
 
 def surrogate(ratio, advantage, low=0.2, high=0.2):
@@ -78,8 +86,7 @@ def ratio_at(sample, t):
 
 def k3_at(sample, t):
     """DeepSeekMath, arXiv:2402.03300, equation 4."""
-    gap = sample.ref[t] - sample.logprobs[t]
-    return torch.exp(gap) - gap - 1
+    return estimate("k3", sample.logprobs[t] - sample.ref[t])
 
 
 # the presets
@@ -87,12 +94,10 @@ def k3_at(sample, t):
 
 def grpo(samples, beta=0.0):
     """DeepSeekMath, arXiv:2402.03300, equations 3 and 4."""
-    objective = 0.0
-    for sample, advantage, share in compared(samples):
-        for t in range(len(sample.logprobs)):
-            gain = surrogate(ratio_at(sample, t), advantage) - beta * k3_at(sample, t)
-            objective = objective + share * gain / len(sample.logprobs)
-    return -objective
+    return -sum(
+        share / len(sample.old) * (surrogate(ratio_at(sample, t), advantage) - beta * k3_at(sample, t))
+        for sample, t, advantage, share in each_token(samples)
+    )
 
 
 def dr_grpo(samples, constant, beta=0.0):
@@ -100,12 +105,10 @@ def dr_grpo(samples, constant, beta=0.0):
 
     GRPO's equation without 1 / |o_i| and without the deviation; its Listing 1 divides by a constant instead.
     """
-    objective = 0.0
-    for sample, advantage, share in compared(samples, lambda rewards: [r - mean(rewards) for r in rewards]):
-        for t in range(len(sample.logprobs)):
-            gain = surrogate(ratio_at(sample, t), advantage) - beta * k3_at(sample, t)
-            objective = objective + share * gain / constant
-    return -objective
+    return -sum(
+        share / constant * (surrogate(ratio_at(sample, t), advantage) - beta * k3_at(sample, t))
+        for sample, t, advantage, share in each_token(samples, lambda rewards: [r - mean(rewards) for r in rewards])
+    )
 
 
 def dapo(samples, longest, buffer, beta=0.0, epsilon_low=0.2, epsilon_high=0.28):
@@ -114,23 +117,17 @@ def dapo(samples, longest, buffer, beta=0.0, epsilon_low=0.2, epsilon_high=0.28)
     The sum of lengths below is that of the whole batch, as in its code; written for one prompt, the formula leaves it
     open. The paper has no KL term: what `beta` adds is GRPO's, aggregated as the rest.
     """
-    punished = []
-    for sample in samples:
-        length = len(sample.logprobs)
+
+    def punishment(length):
         if length <= longest - buffer:
-            punishment = 0.0
-        elif length <= longest:
-            punishment = ((longest - buffer) - length) / buffer
-        else:
-            punishment = -1.0
-        punished.append(replace(sample, reward=sample.reward + punishment))
-    tokens = sum(len(sample.logprobs) for sample in samples)
-    objective = 0.0
-    for sample, advantage, _ in compared(punished):
-        for t in range(len(sample.logprobs)):
-            gain = surrogate(ratio_at(sample, t), advantage, epsilon_low, epsilon_high)
-            objective = objective + (gain - beta * k3_at(sample, t)) / tokens
-    return -objective
+            return 0.0
+        return ((longest - buffer) - length) / buffer if length <= longest else -1.0
+
+    punished = [replace(sample, reward=sample.reward + punishment(len(sample.old))) for sample in samples]
+    return -sum(
+        surrogate(ratio_at(sample, t), advantage, epsilon_low, epsilon_high) - beta * k3_at(sample, t)
+        for sample, t, advantage, _ in each_token(punished)
+    ) / tokens_in(samples)
 
 
 def gspo(samples, beta=0.0, epsilon_low=3e-4, epsilon_high=4e-4):
@@ -140,10 +137,9 @@ def gspo(samples, beta=0.0, epsilon_low=3e-4, epsilon_high=4e-4):
     """
     objective = 0.0
     for sample, advantage, share in compared(samples):
-        length, gap, divergence = len(sample.logprobs), 0.0, 0.0
-        for t in range(length):
-            gap = gap + sample.logprobs[t] - sample.old[t]
-            divergence = divergence + k3_at(sample, t)
+        length = len(sample.old)
+        gap = sum(sample.logprobs[t] - sample.old[t] for t in range(length))
+        divergence = sum(k3_at(sample, t) for t in range(length))
         gain = surrogate(torch.exp(gap / length), advantage, epsilon_low, epsilon_high)
         objective = objective + share * (gain - beta * divergence / length)
     return -objective
@@ -154,14 +150,11 @@ def cispo(samples, beta=0.0, epsilon_low=1.0, epsilon_high=4.0):
 
     The sum of lengths is that of the batch, as for DAPO, and the KL term, which the paper has none of, GRPO's.
     """
-    tokens = sum(len(sample.logprobs) for sample in samples)
     objective = 0.0
-    for sample, advantage, _ in compared(samples):
-        for t in range(len(sample.logprobs)):
-            weight = clip(ratio_at(sample, t), 1 - epsilon_low, 1 + epsilon_high).item()
-            gain = weight * advantage * sample.logprobs[t]
-            objective = objective + (gain - beta * k3_at(sample, t)) / tokens
-    return -objective
+    for sample, t, advantage, _ in each_token(samples):
+        weight = clip(ratio_at(sample, t), 1 - epsilon_low, 1 + epsilon_high).item()
+        objective = objective + weight * advantage * sample.logprobs[t] - beta * k3_at(sample, t)
+    return -objective / tokens_in(samples)
 
 
 def _less_log_ratios(sample, beta, first=0):
@@ -170,9 +163,9 @@ def _less_log_ratios(sample, beta, first=0):
 
 
 def _against_the_others(samples, beta):
-    """(sample, its return less the mean of those of its group's others, 1 / (size of its group x groups))."""
+    """As `each_token`, with the sample's return less the mean of those of its group's others for the advantage."""
     returned = [replace(sample, reward=_less_log_ratios(sample, beta)) for sample in samples]
-    return compared(returned, lambda values: [v - mean(values[:i] + values[i + 1 :]) for i, v in enumerate(values)])
+    return each_token(returned, lambda values: [v - mean(values[:i] + values[i + 1 :]) for i, v in enumerate(values)])
 
 
 def rloo(samples, beta=0.0):
@@ -181,19 +174,12 @@ def rloo(samples, beta=0.0):
     The formula is a gradient on-policy (`rloo_gradient`). Off-policy each token's is weighted with its ratio, which is
     the gradient of the ratio itself.
     """
-    objective = 0.0
-    for sample, advantage, share in _against_the_others(samples, beta):
-        for t in range(len(sample.logprobs)):
-            objective = objective + share * ratio_at(sample, t) * advantage
-    return -objective
+    return -sum(share * ratio_at(sample, t) * gain for sample, t, gain, share in _against_the_others(samples, beta))
 
 
 def rloo_gradient(samples, beta=0.0):
     """What has the gradient of equation 8 of arXiv:2402.14740, to the letter; on-policy only."""
-    objective = 0.0
-    for sample, advantage, share in _against_the_others(samples, beta):
-        objective = objective + share * advantage * sample.logprobs.sum()
-    return -objective
+    return -sum(share * gain * sample.logprobs[t] for sample, t, gain, share in _against_the_others(samples, beta))
 
 
 def reinforce_plus_plus(samples, beta=0.0):
@@ -203,12 +189,11 @@ def reinforce_plus_plus(samples, beta=0.0):
     if max(flat) == min(flat):
         return 0 * sum(sample.logprobs.sum() for sample in samples)
     middle, spread = mean(flat), deviation(flat)
-    objective = 0.0
-    for sample, row in zip(samples, returns, strict=True):
-        for t in range(len(sample.logprobs)):
-            gain = surrogate(ratio_at(sample, t), (row[t] - middle) / spread)
-            objective = objective + gain / len(row) / len(samples)
-    return -objective
+    return -sum(
+        surrogate(ratio_at(sample, t), (value - middle) / spread) / len(row) / len(samples)
+        for sample, row in zip(samples, returns, strict=True)
+        for t, value in enumerate(row)
+    )
 
 
 def reinforce(samples, beta=0.0):
@@ -216,20 +201,20 @@ def reinforce(samples, beta=0.0):
 
     Off-policy as for `rloo`; on-policy `reinforce_gradient`.
     """
-    objective = 0.0
-    for sample in samples:
-        for t in range(len(sample.logprobs)):
-            objective = objective + ratio_at(sample, t) * _less_log_ratios(sample, beta, t) / len(samples)
-    return -objective
+    return -sum(
+        ratio_at(sample, t) * _less_log_ratios(sample, beta, t) / len(samples)
+        for sample in samples
+        for t in range(len(sample.old))
+    )
 
 
 def reinforce_gradient(samples, beta=0.0):
     """What has REINFORCE's gradient, to the letter; on-policy only."""
-    objective = 0.0
-    for sample in samples:
-        for t in range(len(sample.logprobs)):
-            objective = objective + _less_log_ratios(sample, beta, t) * sample.logprobs[t] / len(samples)
-    return -objective
+    return -sum(
+        _less_log_ratios(sample, beta, t) * sample.logprobs[t] / len(samples)
+        for sample in samples
+        for t in range(len(sample.old))
+    )
 
 
 # the choices that are no preset's
@@ -238,12 +223,11 @@ def reinforce_gradient(samples, beta=0.0):
 def dual_clip(samples, c):
     """GRPO with Dual-clip PPO, arXiv:1912.09729, equation 5: max(min(r A, clip(r) A), c A) where A < 0."""
     objective = 0.0
-    for sample, advantage, share in compared(samples):
-        for t in range(len(sample.logprobs)):
-            gain = surrogate(ratio_at(sample, t), advantage)
-            if advantage < 0 and gain < c * advantage:
-                gain = torch.tensor(c * advantage, dtype=torch.float64)
-            objective = objective + share * gain / len(sample.logprobs)
+    for sample, t, advantage, share in each_token(samples):
+        gain = surrogate(ratio_at(sample, t), advantage)
+        if advantage < 0 and gain < c * advantage:
+            gain = torch.tensor(c * advantage, dtype=torch.float64)
+        objective = objective + share * gain / len(sample.old)
     return -objective
 
 
@@ -259,16 +243,15 @@ def estimate(estimator, gap):
 def kl_term(samples, estimator, with_ratio):
     """What beta multiplies in GRPO's loss, with another estimator; `with_ratio` as arXiv:2512.02556 has it."""
     total = 0.0
-    for sample, _, share in compared(samples):
-        for t in range(len(sample.logprobs)):
-            kl = estimate(estimator, sample.logprobs[t] - sample.ref[t])
-            total = total + share * (ratio_at(sample, t) * kl if with_ratio else kl) / len(sample.logprobs)
+    for sample, t, _, share in each_token(samples):
+        kl = estimate(estimator, sample.logprobs[t] - sample.ref[t])
+        total = total + share * (ratio_at(sample, t) * kl if with_ratio else kl) / len(sample.old)
     return total
 
 
 def entropy_term(samples):
     """The mean over responses of the mean entropy of their tokens."""
-    return sum(entropy / len(sample.entropy) / len(samples) for sample in samples for entropy in sample.entropy)
+    return sum(sample.entropy.sum() / len(sample.old) / len(samples) for sample in samples)
 
 
 def corrected(samples, bounded, level):
@@ -278,11 +261,10 @@ def corrected(samples, bounded, level):
     a sequence is the product of its tokens'.
     """
     objective = 0.0
-    for sample, advantage, share in compared(samples):
-        gaps = [sample.old[t] - sample.rollout[t] for t in range(len(sample.old))]
-        for t in range(len(sample.logprobs)):
-            weight = bounded(math.exp(gaps[t] if level == "token" else math.fsum(gaps)))
-            objective = objective + share * weight * surrogate(ratio_at(sample, t), advantage) / len(sample.logprobs)
+    for sample, t, advantage, share in each_token(samples):
+        gaps = [old - rollout for old, rollout in zip(sample.old, sample.rollout, strict=True)]
+        weight = bounded(math.exp(gaps[t] if level == "token" else math.fsum(gaps)))
+        objective = objective + share * weight * surrogate(ratio_at(sample, t), advantage) / len(sample.old)
     return -objective
 
 
@@ -293,23 +275,22 @@ def masked(samples, truncated, no_signal, aggregate, constant):
     RLOO and Dr. GRPO over what is left.
     """
     silent = [group[0].prompt for group in by_prompt(samples) if len({sample.reward for sample in group}) == 1]
-    left = [
-        (sample, advantage)
-        for sample, advantage, _ in compared(samples)
-        if not (no_signal and sample.prompt in silent) and not (truncated and sample.truncated)
-    ]
-    tokens = sum(len(sample.logprobs) for sample, _ in left)
-    objective = 0.0
-    for sample, advantage in left:
-        below = {
-            "token_mean": tokens,
-            "sequence_mean": len(left) * len(sample.logprobs),
+
+    def counts(sample):
+        return not (no_signal and sample.prompt in silent) and not (truncated and sample.truncated)
+
+    left = [sample for sample in samples if counts(sample)]
+
+    def below(sample):
+        return {
+            "token_mean": tokens_in(left),
+            "sequence_mean": len(left) * len(sample.old),
             "sequence_sum": len(left),
             "constant": len(left) * constant,
         }[aggregate]
-        for t in range(len(sample.logprobs)):
-            objective = objective + surrogate(ratio_at(sample, t), advantage) / below
-    return -objective
+
+    tokens = [(sample, t, advantage) for sample, t, advantage, _ in each_token(samples) if counts(sample)]
+    return -sum(surrogate(ratio_at(sample, t), advantage) / below(sample) for sample, t, advantage in tokens)
 
 
 def advantages(samples, baseline, scale, beta=0.0, estimator="k1"):

@@ -1,8 +1,7 @@
 """Advantages, loss weights and the overlong penalty by hand, and what a batch may look like."""
 
-import math
-
 import pytest
+import reference
 import torch
 
 from grpo.advantages import compute_advantages, groups_with_signal, overlong_penalty, weigh_tokens
@@ -34,22 +33,25 @@ def by_hand(rewards, groups, scale):
     result = []
     for reward, group in zip(rewards, groups, strict=True):
         mine = [r for r, g in zip(rewards, groups, strict=True) if g == group]
-        mean = math.fsum(mine) / len(mine)
-        if max(mine) == min(mine):
-            result.append(0.0)
-            continue
-        variance = math.fsum((r - mean) ** 2 for r in mine) / (len(mine) - 1)
-        result.append((reward - mean) / (math.sqrt(variance) + 1e-6) if scale == "group_std" else reward - mean)
+        differ = max(mine) > min(mine)
+        divisor = reference.deviation(mine) + 1e-6 if differ and scale == "group_std" else 1.0
+        result.append((reward - reference.mean(mine)) / divisor if differ else 0.0)
     return torch.tensor(result, dtype=torch.float64)
 
 
 def ragged(seed):
     """Rewards of 29 samples in 6 interleaved groups of unequal sizes whose ids are neither sorted nor dense."""
     random = torch.Generator().manual_seed(seed)
-    ids = torch.tensor([40, 3, 17, 3000, 0, 8])
-    groups = ids.repeat_interleave(torch.tensor([2, 9, 5, 1, 8, 4]))
+    groups = torch.tensor([40, 3, 17, 3000, 0, 8]).repeat_interleave(torch.tensor([2, 9, 5, 1, 8, 4]))
     groups = groups[torch.randperm(29, generator=random)]
     return 3 * torch.randn(29, generator=random) + 5, groups
+
+
+def assert_on_responses(field, masks, of_rows):
+    """Every response token has the value of its row, in float32, and every other token 0."""
+    for row, mask, value in zip(field.unbind(), masks, of_rows, strict=True):
+        assert row.dtype == torch.float32
+        assert row.tolist() == pytest.approx([value if sampled else 0.0 for sampled in mask])
 
 
 @pytest.mark.parametrize("scale", SCALES)
@@ -90,22 +92,16 @@ def test_equal_rewards_give_exactly_zero(reward, size, baseline, scale, dtype):
 
 def test_scaling_makes_the_size_of_rewards_irrelevant():
     rewards, groups = ragged(2)
-    torch.testing.assert_close(
-        of_samples(1000 * rewards - 7, groups), of_samples(rewards, groups), rtol=1e-4, atol=1e-4
-    )
+    larger, usual = of_samples(1000 * rewards - 7, groups), of_samples(rewards, groups)
+    torch.testing.assert_close(larger, usual, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("scale", SCALES)
 def test_every_sampled_token_gets_the_advantage_of_its_sample_and_no_other_token_any(scale):
     masks = [[False, True, True], [False, False], [True], [False, True, False, True]]
     rewards, groups = [1.0, 0.5, 4.0, -1.0], [7, 2, 7, 2]
-    expected = by_hand(rewards, groups, scale).tolist()
     batch = compute_advantages(batch_of(rewards, groups, masks), AlgorithmConfig(scale=scale))
-    rows = batch["advantages"].unbind()
-    assert len(rows) == 4
-    for row, mask, advantage in zip(rows, masks, expected, strict=True):
-        assert row.dtype == torch.float32
-        assert row.tolist() == pytest.approx([advantage if sampled else 0.0 for sampled in mask])
+    assert_on_responses(batch["advantages"], masks, by_hand(rewards, groups, scale).tolist())
 
 
 def test_a_kl_term_in_the_reward_counts_from_a_token_on_and_never_a_token_outside_the_mask():
@@ -132,7 +128,6 @@ def test_a_group_has_signal_where_its_rewards_differ():
 
 
 MASKS = [[False, True, True], [False, False], [True], [False, True, False, True, True]]
-LENGTHS = [2, 0, 1, 3]
 
 
 @pytest.mark.parametrize(
@@ -150,10 +145,7 @@ LENGTHS = [2, 0, 1, 3]
 def test_what_a_token_weighs(choices, of_rows):
     truncated = torch.tensor([False, False, False, True])
     batch = batch_of([1.0, 1.0, 4.0, -1.0], [7, 7, 2, 2], MASKS, truncated=truncated)
-    rows = weigh_tokens(batch, AlgorithmConfig(**choices))["loss_weights"].unbind()
-    for row, mask, weight in zip(rows, MASKS, of_rows, strict=True):
-        assert row.dtype == torch.float32
-        assert row.tolist() == pytest.approx([weight if sampled else 0.0 for sampled in mask])
+    assert_on_responses(weigh_tokens(batch, AlgorithmConfig(**choices))["loss_weights"], MASKS, of_rows)
 
 
 @pytest.mark.parametrize("aggregate", ["token_mean", "sequence_mean", "sequence_sum", "constant"])

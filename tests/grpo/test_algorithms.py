@@ -1,5 +1,6 @@
 """Every preset, and every choice that no preset makes, against its paper's formula (reference.py), with gradients."""
 
+import functools
 import itertools
 from dataclasses import dataclass
 
@@ -11,11 +12,10 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from grpo.advantages import compute_advantages, overlong_penalty, weigh_tokens
-from grpo.algorithm import AlgorithmConfig
+from grpo.algorithm import PRESETS, AlgorithmConfig
 from grpo.batch import jagged, make_batch, select
 from grpo.losses import policy_loss
 from grpo.metrics import merge
-from grpo.presets import PRESETS
 
 LONGEST = 10  # tokens of a response
 SEEDS = range(3)
@@ -34,16 +34,14 @@ ON_POLICY_GRADIENTS = {"rloo": reference.rloo_gradient, "reinforce": reference.r
 
 @dataclass
 class Problem:
-    """A random batch as the trainer has it, and the same for the reference. N response tokens."""
+    """A random batch, as the reference has it and as the trainer does. N response tokens."""
 
+    samples: list[reference.Sample]
     batch: TensorDict
     on_policy: bool
-    logprobs: torch.Tensor  # [N] float32, in the batch's order, with gradient
-    entropy: torch.Tensor  # [N] float32, with gradient
     seq_id: torch.Tensor  # [N] int64
-    samples: list[reference.Sample]
-    logprobs_64: torch.Tensor  # [N] the leaves of the samples' log-probabilities and entropies
-    entropy_64: torch.Tensor
+    logprobs: torch.Tensor  # [N] float32, with gradient: those of the samples, one after the other
+    entropy: torch.Tensor  # [N] float32, with gradient
 
 
 def mask_of(length, prompt):
@@ -59,53 +57,49 @@ def problem(seed, on_policy=False):
     clips both let some through and stop some.
     """
     random = torch.Generator().manual_seed(seed)
-
-    def normal(count):
-        return torch.randn(count, generator=random)
+    normal, uniform = (functools.partial(draw, generator=random) for draw in (torch.randn, torch.rand))
 
     def whole(low, high, count):
         return torch.randint(low, high + 1, (count,), generator=random)
 
+    # A value for each of the 16 samples.
     order = torch.randperm(16, generator=random)
-    groups = torch.tensor([40, 2, 7, 3000]).repeat_interleave(4)[order]
-    ties = torch.tensor([1.0, 0.0, 1.0, 0.0])
-    rewards = [torch.full((4,), 0.3), ties, normal(4), whole(0, 2, 4) / 2 - torch.tensor([0, 0, 0, 0.25])]
+    prompts = torch.tensor([40, 2, 7, 3000]).repeat_interleave(4)[order]
+    rewards = [torch.full((4,), 0.3), torch.tensor([1.0, 0.0, 1.0, 0.0]), normal(4), whole(0, 2, 4) / 2]
+    rewards[3][3] -= 0.25
     rewards = torch.cat(rewards)[order]
     lengths = torch.cat([torch.tensor([1, LONGEST, LONGEST - 1]), whole(1, LONGEST, 13)])
     truncated = (lengths >= LONGEST - 1) | (whole(0, 5, 16) == 0)
     moves = torch.cat([torch.tensor([1.0, 1.0, 5e-4, 1e-4]), torch.tensor([1e-4, 5e-4, 0.15, 1.0])[whole(0, 3, 12)]])
     masks = [mask_of(length, prompt) for length, prompt in zip(lengths.tolist(), whole(0, 3, 16).tolist(), strict=True)]
 
-    def per_sample(values_N):
+    # A value for each of the N tokens.
+    seq_id = torch.arange(16).repeat_interleave(lengths)
+    count = len(seq_id)
+    logprobs = -3 * uniform(count)
+    old = logprobs if on_policy else logprobs + moves[seq_id] * normal(count)
+    ref, rollout = logprobs + 0.4 * normal(count), old + 0.4 * normal(count)
+    entropy = 2 * uniform(count)
+
+    def rows(values_N):
         return values_N.split(lengths.tolist())
 
     def field(values_N):
-        rows = [torch.zeros(len(m)).masked_scatter(m, v) for m, v in zip(masks, per_sample(values_N), strict=True)]
-        return jagged(rows)
+        return jagged([torch.zeros(len(m)).masked_scatter(m, v) for m, v in zip(masks, rows(values_N), strict=True)])
 
-    seq_id = torch.arange(16).repeat_interleave(lengths)
-    count = len(seq_id)
-    logprobs = -3 * torch.rand(count, generator=random)
-    old = logprobs if on_policy else logprobs + moves[seq_id] * normal(count)
-    ref, rollout = logprobs + 0.4 * normal(count), old + 0.4 * normal(count)
-    entropy = 2 * torch.rand(count, generator=random)
-    batch = make_batch(
-        {
-            "response_mask": jagged(masks),
-            "old_logprobs": field(old),
-            "ref_logprobs": field(ref),
-            "rollout_logprobs": field(rollout),
-            "group": groups,
-            "rewards": rewards,
-            "truncated": truncated,
-        }
-    )
-    leaves_64 = logprobs.double().requires_grad_(), entropy.double().requires_grad_()
-    numbers = [[values.tolist() for values in per_sample(field.double())] for field in (old, ref, rollout)]
-    of_samples = groups.tolist(), rewards.tolist(), truncated.tolist(), *map(per_sample, leaves_64), *numbers
-    samples = [reference.Sample(*sample) for sample in zip(*of_samples, strict=True)]
-    leaves = logprobs.clone().requires_grad_(), entropy.requires_grad_()
-    return Problem(batch, on_policy, *leaves, seq_id, samples, *leaves_64)
+    fields = {"old_logprobs": old, "ref_logprobs": ref, "rollout_logprobs": rollout}
+    fields = {"response_mask": jagged(masks)} | {name: field(values_N) for name, values_N in fields.items()}
+    batch = make_batch(fields | {"group": prompts, "rewards": rewards, "truncated": truncated})
+    columns = [values_B.tolist() for values_B in (prompts, rewards, truncated)]
+    columns += [[row.double().requires_grad_() for row in rows(values_N)] for values_N in (logprobs, entropy)]
+    columns += [[row.tolist() for row in rows(values_N)] for values_N in (old, ref, rollout)]
+    samples = [reference.Sample(*values) for values in zip(*columns, strict=True)]
+    return Problem(samples, batch, on_policy, seq_id, logprobs.clone().requires_grad_(), entropy.requires_grad_())
+
+
+def leaves_of(samples):
+    """The log-probabilities of every sample, and the entropies; float64."""
+    return [sample.logprobs for sample in samples], [sample.entropy for sample in samples]
 
 
 def fields_of(case, config):
@@ -128,7 +122,7 @@ def loss_of(case, config):
 
 
 def gradients(loss, *leaves):
-    found = torch.autograd.grad(loss, leaves, allow_unused=True)
+    found = torch.autograd.grad(loss, leaves, allow_unused=True, retain_graph=True)
     return [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, found, strict=True)]
 
 
@@ -136,7 +130,7 @@ def assert_follows(case, config, expected):
     """The loss of `config` on the problem and its gradients are those of the reference's loss `expected`."""
     loss, _ = loss_of(case, config)
     ours = gradients(loss, case.logprobs, case.entropy)
-    theirs = gradients(expected, case.logprobs_64, case.entropy_64)
+    theirs = [torch.cat(gradients(expected, *leaves)) for leaves in leaves_of(case.samples)]
     assert theirs[0].abs().max() > 1e-3
     torch.testing.assert_close(loss.double(), expected.detach(), rtol=2e-5, atol=2e-6)
     for our, their in zip(ours, theirs, strict=True):
@@ -157,23 +151,16 @@ def test_every_preset_has_its_reference():
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("beta", [0.0, 0.1])
 @pytest.mark.parametrize("preset", PRESETS)
-def test_off_policy_a_preset_is_its_papers_formula(preset, beta, seed):
-    case, config = problem(seed), preset_config(preset, kl_coefficient=beta)
-    assert_follows(case, config, REFERENCES[preset](case.samples, beta))
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("beta", [0.0, 0.1])
-@pytest.mark.parametrize("preset", PRESETS)
-def test_on_policy_a_preset_is_its_papers_formula(preset, beta, seed):
-    case, config = problem(seed, on_policy=True), preset_config(preset, kl_coefficient=beta)
+@pytest.mark.parametrize("on_policy", [False, True])
+def test_a_preset_is_its_papers_formula(on_policy, preset, beta, seed):
+    case, config = problem(seed, on_policy), preset_config(preset, kl_coefficient=beta)
     in_reward = preset in ("rloo", "reinforce++", "reinforce")
     assert config.kl_in_reward == (in_reward and beta > 0)
     assert_follows(case, config, REFERENCES[preset](case.samples, beta))
-    if preset in ON_POLICY_GRADIENTS:  # where the paper has only a gradient, the loss's value is its own
+    if on_policy and preset in ON_POLICY_GRADIENTS:  # where the paper has only a gradient, the loss's value is its own
         loss, _ = loss_of(case, config)
         [ours] = gradients(loss, case.logprobs)
-        [theirs] = gradients(ON_POLICY_GRADIENTS[preset](case.samples, beta), case.logprobs_64)
+        theirs = torch.cat(gradients(ON_POLICY_GRADIENTS[preset](case.samples, beta), *leaves_of(case.samples)[0]))
         torch.testing.assert_close(ours.double(), theirs, rtol=2e-5, atol=1e-6)
 
 
@@ -190,28 +177,29 @@ def test_the_problems_reach_both_sides_of_a_presets_clips(preset):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_cispo_has_a_bound_below_too(seed):
-    case, config = problem(seed), preset_config("cispo", clip_low=0.1, clip_high=0.5)
-    assert_follows(case, config, reference.cispo(case.samples, 0.0, 0.1, 0.5))
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("bound", [1.3, 3.0])
-def test_dual_clip(bound, seed):
-    case, config = problem(seed), preset_config("grpo", dual_clip=bound)
-    assert_follows(case, config, reference.dual_clip(case.samples, bound))
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (preset_config("cispo", clip_low=0.1, clip_high=0.5), lambda samples: reference.cispo(samples, 0.0, 0.1, 0.5)),
+        (preset_config("grpo", dual_clip=1.3), lambda samples: reference.dual_clip(samples, 1.3)),
+        (preset_config("grpo", dual_clip=3.0), lambda samples: reference.dual_clip(samples, 3.0)),
+        (
+            AlgorithmConfig(entropy_coefficient=0.4),
+            lambda samples: reference.grpo(samples) - 0.4 * reference.entropy_term(samples),
+        ),
+    ],
+    ids=["cispo's bound below", "dual clip 1.3", "dual clip 3", "entropy bonus"],
+)
+def test_what_no_preset_has(config, expected, seed):
+    case = problem(seed)
+    assert_follows(case, config, expected(case.samples))
 
 
 def test_dual_clip_stops_the_gradient_of_a_bad_token_alone():
-    logprobs = torch.tensor([4.0, 4.0, 2.9]).log().requires_grad_()
-    fields = {
-        "advantages": torch.tensor([-1.0, 1.0, -1.0]),
-        "loss_weights": torch.ones(3),
-        "seq_id": torch.zeros(3, dtype=torch.int64),
-        "old_logprobs": torch.zeros(3),
-    }
-    config = AlgorithmConfig(dual_clip=3.0, clip_high=0.2)
-    loss, _ = policy_loss(logprobs, torch.zeros(3), fields, config)
+    logprobs, zeros = torch.tensor([4.0, 4.0, 2.9]).log().requires_grad_(), torch.zeros(3)
+    fields = {"loss_weights": torch.ones(3), "seq_id": zeros.long(), "old_logprobs": zeros}
+    fields["advantages"] = torch.tensor([-1.0, 1.0, -1.0])
+    loss, _ = policy_loss(logprobs, zeros, fields, AlgorithmConfig(dual_clip=3.0, clip_high=0.2))
     assert loss.item() == pytest.approx(3.0 - 1.2 + 2.9)
     assert gradients(loss, logprobs)[0].tolist() == pytest.approx([0, 0, 2.9])
 
@@ -233,14 +221,9 @@ def test_kl_in_the_loss(estimator, with_ratio, on_policy, seed):
 @pytest.mark.parametrize("kind", ["truncate", "mask"])
 def test_correction(kind, level, on_policy, seed):
     case = problem(seed, on_policy)
-    config = AlgorithmConfig(
-        correction=kind,
-        correction_level=level,
-        correction_low=0.7,
-        correction_high=1.6,
-        kl_coefficient=0.3,
-        entropy_coefficient=0.2,
-    )
+    bounds = {"correction_low": 0.7, "correction_high": 1.6}
+    others = {"kl_coefficient": 0.3, "entropy_coefficient": 0.2}
+    config = AlgorithmConfig(correction=kind, correction_level=level, **bounds, **others)
     config.check()
 
     def bounded(weight):
@@ -266,25 +249,14 @@ def test_correction(kind, level, on_policy, seed):
 @pytest.mark.parametrize("aggregate", ["token_mean", "sequence_mean", "sequence_sum", "constant"])
 def test_masked_samples_count_nowhere_in_the_loss(aggregate, masks, seed):
     case = problem(seed)
-    chosen = {f"mask_{name}": True for name in masks}
-    config = AlgorithmConfig(aggregate=aggregate, constant_length=7, **chosen)
     by_hand = {name: name in masks for name in ("truncated", "no_signal")}
+    chosen = {f"mask_{name}": value for name, value in by_hand.items()}
+    config = AlgorithmConfig(aggregate=aggregate, constant_length=7, **chosen)
     assert_follows(case, config, reference.masked(case.samples, aggregate=aggregate, constant=7, **by_hand))
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_entropy_bonus(seed):
-    case, config = problem(seed), AlgorithmConfig(entropy_coefficient=0.4)
-    assert_follows(case, config, reference.grpo(case.samples) - 0.4 * reference.entropy_term(case.samples))
-
-
-PAIRS = [
-    (baseline, scale)
-    for baseline, scale in itertools.product(
-        ("group_mean", "leave_one_out", "batch_mean", "none"), ("group_std", "batch_std", "none")
-    )
-    if scale != "group_std" or baseline in ("group_mean", "leave_one_out")
-]
+PAIRS = [(baseline, "group_std") for baseline in ("group_mean", "leave_one_out")]
+PAIRS += itertools.product(("group_mean", "leave_one_out", "batch_mean", "none"), ("batch_std", "none"))
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -308,11 +280,9 @@ def test_a_minibatch_has_the_steps_advantages_and_its_own_denominators():
     minibatch = weigh_tokens(select(step, rows), config)
     for place, row in enumerate(rows):
         assert minibatch["advantages"].unbind()[place].equal(step["advantages"].unbind()[row])
-        length = len(case.samples[row].old)
-        mask = minibatch["response_mask"].unbind()[place]
-        assert minibatch["loss_weights"].unbind()[place][mask].tolist() == pytest.approx(
-            [1 / len(rows) / length] * length
-        )
+        length, mask = len(case.samples[row].old), minibatch["response_mask"].unbind()[place]
+        expected = [1 / len(rows) / length] * length
+        assert minibatch["loss_weights"].unbind()[place][mask].tolist() == pytest.approx(expected)
 
 
 # cutting a batch

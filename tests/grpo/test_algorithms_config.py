@@ -1,15 +1,13 @@
 """An algorithm in a config: presets, what wins over them, and that contradictions are refused."""
 
 import dataclasses
-import itertools
 import re
 
 import pytest
 
-from grpo.algorithm import PRESET_SETTINGS, AlgorithmConfig, BatchConfig
-from grpo.choices import CHOICES, apply, choice
+from grpo.algorithm import PRESET_SETTINGS, PRESETS, AlgorithmConfig, BatchConfig
+from grpo.choices import CHOICES, Choice, apply
 from grpo.config import ConfigError, load, to_yaml
-from grpo.presets import PRESETS
 from trainer.config import TrainConfig
 
 
@@ -17,20 +15,15 @@ def algorithm(*overrides, path=None):
     return load(TrainConfig, path, [f"algorithm.{override}" for override in overrides]).algorithm
 
 
-def refusal_of(config, samples=8):
-    with pytest.raises(ConfigError) as error:
-        check(config, samples)
-    return str(error.value)
-
-
 def check(config, samples=8):
     config.check()
     config.check_group_size(samples)
 
 
-def refusal(*overrides, path=None):
+def refusal(load_or_check, *given, **named):
+    """The one sentence that `algorithm` or `check` refuses what is given with."""
     with pytest.raises(ConfigError) as error:
-        algorithm(*overrides, path=path)
+        load_or_check(*given, **named)
     assert "\n" not in str(error.value)
     return str(error.value)
 
@@ -68,11 +61,9 @@ CONTRADICTIONS = [
 @pytest.mark.parametrize(("first", "second", "chosen"), CONTRADICTIONS)
 def test_a_contradiction_names_both_settings(first, second, chosen):
     config = AlgorithmConfig.of(**{"preset": "grpo"} | {k: v for k, v in chosen.items() if k not in ALONE})
-    says = refusal_of(config, chosen.get("samples_per_prompt", 8))
-    named = re.findall(r"(\w+\.\w+)=(\S+)", says)
+    named = re.findall(r"(\w+\.\w+)=(\S+)", refusal(check, config, chosen.get("samples_per_prompt", 8)))
     values = [(f"algorithm.{name}", str(getattr(config, name))) for name in (first, second) if name not in ALONE]
     assert named == values + ([("batch.samples_per_prompt", "1")] if second in ALONE else [])
-    assert "\n" not in says
 
 
 @pytest.mark.parametrize(
@@ -88,29 +79,22 @@ def test_a_contradiction_names_both_settings(first, second, chosen):
     ],
 )
 def test_what_is_next_to_a_contradiction_works(chosen):
-    samples = chosen.get("samples_per_prompt", 8)
-    check(AlgorithmConfig(**{name: value for name, value in chosen.items() if name not in ALONE}), samples)
+    chosen = dict(chosen)
+    check(samples=chosen.pop("samples_per_prompt", 8), config=AlgorithmConfig(**chosen))
 
 
 @pytest.mark.parametrize(
     ("setting", "value", "says"),
     [
-        ("batch.prompts_per_step", 0, "at least 1"),
+        *((f"batch.{name}_per_step", 0, "at least 1") for name in ("prompts", "minibatches", "epochs")),
         ("batch.samples_per_prompt", 0, "at least 1"),
-        ("batch.minibatches_per_step", 0, "at least 1"),
-        ("batch.epochs_per_step", 0, "at least 1"),
         ("batch.minibatches_per_step", 5, "use a divisor"),
-        ("clip_low", -0.1, "must not be negative"),
-        ("clip_low", 1.1, "must be at most 1"),
-        ("clip_high", -0.1, "must not be negative"),
-        ("clip_high", float("nan"), "must not be negative"),
-        ("kl_coefficient", -1.0, "must not be negative"),
-        ("entropy_coefficient", -1.0, "must not be negative"),
-        ("correction_low", -1.0, "must not be negative"),
-        ("resample_rounds", -1, "must not be negative"),
-        ("overlong_share", -0.1, "must not be negative"),
-        ("overlong_share", 1.1, "use at most 1"),
-        ("constant_length", 0, "at least 1 token"),
+        ("clip_high", float("nan"), "at least 0"),
+        ("resample_rounds", -1, "at least 0"),
+        ("constant_length", 0, "at least 1"),
+        *((name, -0.1, "at least 0") for name in ("clip_low", "clip_high", "correction_low", "overlong_share")),
+        *((name, 1.1, "at most 1") for name in ("clip_low", "overlong_share")),
+        *((f"{name}_coefficient", -1.0, "at least 0") for name in ("kl", "entropy")),
         *((name, "nothing", "use one of") for name in ("baseline", "scale", "ratio", "clip", "aggregate")),
         *((name, "nothing", "use one of") for name in ("kl_in", "kl_estimator", "correction", "correction_level")),
     ],
@@ -136,25 +120,25 @@ def test_every_preset_works_as_it_is(preset, beta):
 )
 def test_an_unknown_preset_suggests_the_nearest(given, meant, yaml):
     says = f"algorithm.preset={given!r} is not an algorithm: did you mean {meant}?"
-    assert refusal(f"preset={given}") == says
-    assert refusal(path=yaml(f"algorithm: {{preset: {given}}}\n")) == says
+    assert refusal(algorithm, f"preset={given}") == says
+    assert refusal(algorithm, path=yaml(f"algorithm: {{preset: {given}}}\n")) == says
     with pytest.raises(ConfigError, match="did you mean"):
         AlgorithmConfig(preset=given).check()
 
 
 def test_a_preset_unlike_any_other_lists_them():
-    assert refusal("preset=qqqq").endswith(f"use one of {', '.join(PRESETS)}.")
+    assert refusal(algorithm, "preset=qqqq").endswith(f"use one of {', '.join(PRESETS)}.")
 
 
 @pytest.mark.parametrize("value", ["3", "true", "[dapo]", "{a: 1}", "${nothing}", "null", ""])
 def test_a_preset_that_is_no_name_is_refused(value, yaml):
-    assert "preset" in refusal(f"preset={value}")
-    assert "preset" in refusal(path=yaml(f"algorithm:\n  preset: {value}\n"))
+    assert "preset" in refusal(algorithm, f"preset={value}")
+    assert "preset" in refusal(algorithm, path=yaml(f"algorithm:\n  preset: {value}\n"))
 
 
 @pytest.mark.parametrize("text", ["- 1\n", "- algorithm\n", "algorithm: [1]\n", "algorithm: dapo\n", "algorithm:\n"])
 def test_a_file_of_another_shape_is_refused(text, yaml):
-    assert "settings.yaml" in refusal(path=yaml(text))
+    assert "settings.yaml" in refusal(algorithm, path=yaml(text))
 
 
 # what wins
@@ -168,22 +152,20 @@ def test_a_preset_stands_for_its_choices_and_nothing_else(preset, yaml):
         assert dataclasses.asdict(config) == expected
         assert config.changes() == {}
         assert config.name() == preset
-
-
-def test_dapo_has_more_room_above():
-    assert AlgorithmConfig().clip_high == 0.2
-    assert algorithm("preset=dapo").clip_high == AlgorithmConfig.of("dapo").clip_high == 0.28
+    assert config.clip_high == AlgorithmConfig.of(preset).clip_high == (0.28 if preset == "dapo" else config.clip_high)
 
 
 @pytest.mark.parametrize("value", [0.2, 0.5])  # also where it is what another preset has
 def test_what_is_set_wins_over_the_preset_wherever_it_stands(value, yaml):
     preset, own = "preset=dapo", f"clip_high={value}"
-    found = [algorithm(*order) for order in itertools.permutations([preset, own])]
-    found += [algorithm(own, path=yaml("algorithm: {preset: dapo}\n"))]
-    found += [algorithm(preset, path=yaml(f"algorithm: {{clip_high: {value}}}\n"))]
-    found += [algorithm(path=yaml(f"algorithm: {{clip_high: {value}, preset: dapo}}\n"))]
-    found += [AlgorithmConfig.of("dapo", clip_high=value)]
-    for config in found:
+    for config in (
+        algorithm(preset, own),
+        algorithm(own, preset),
+        algorithm(own, path=yaml("algorithm: {preset: dapo}\n")),
+        algorithm(preset, path=yaml(f"algorithm: {{clip_high: {value}}}\n")),
+        algorithm(path=yaml(f"algorithm: {{clip_high: {value}, preset: dapo}}\n")),
+        AlgorithmConfig.of("dapo", clip_high=value),
+    ):
         assert (config.clip_high, config.aggregate) == (value, "token_mean")
         assert config.changes() == {"clip_high": (value, 0.28)}
         assert config.name() == f"dapo but for clip_high={value} (dapo: 0.28)"
@@ -237,29 +219,23 @@ def test_only_a_single_update_a_step_is_on_policy(chosen, needed):
     assert load(TrainConfig, None, chosen).needs_old_logprobs is needed
 
 
-# the registry
+# the table of choices
 
 
-def test_every_choice_has_a_formula_and_uses_settings_that_there_are(monkeypatch):
+def test_every_choice_has_a_formula_and_uses_settings_that_there_are():
     fields = {field.name: field for field in dataclasses.fields(AlgorithmConfig)}
     for setting, choices in CHOICES.items():
         for name, found in choices.items():
-            assert (found.setting, found.name) == (setting, name)
             assert found.formula
             assert set(found.uses) <= set(fields)
             assert re.search(rf"\b{name}\b", fields[setting].metadata["doc"])
     assert CHOICES["clip"]["ppo"].uses == ["clip_low", "clip_high", "dual_clip"]
 
 
-def test_a_registered_choice_can_be_chosen_and_gets_the_settings_it_uses(monkeypatch):
-    monkeypatch.setitem(CHOICES, "scale", dict(CHOICES["scale"]))
-
-    @choice("scale", "own")
-    def own(returns, advantages, *, clip_low, kl_in):
-        """|A|"""
-        return returns, advantages, clip_low, kl_in
-
+def test_a_choice_in_the_table_can_be_chosen_and_gets_the_settings_it_uses(monkeypatch):
+    own = Choice("|A|", lambda returns, advantages, *, clip_low, kl_in: (returns, advantages, clip_low, kl_in))
+    monkeypatch.setitem(CHOICES["scale"], "own", own)
     config = algorithm("scale=own", "clip_low=0.5")
     config.check()
     assert apply("scale", config, 1, 2) == (1, 2, 0.5, "loss")
-    assert refusal_of(AlgorithmConfig(scale="owned")).endswith("use one of group_std, batch_std, none, own.")
+    assert refusal(check, AlgorithmConfig(scale="owned")).endswith("use one of group_std, batch_std, none, own.")

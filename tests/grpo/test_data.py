@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import Mock
 
 import datasets
 import httpx
@@ -16,9 +17,8 @@ from huggingface_hub.errors import RepositoryNotFoundError
 
 from examples.countdown import make_tokenizer
 from grpo.config import ConfigError, load
-from grpo.data import DataConfig, load_prompts, tokenize_prompts, tokenize_responses
+from grpo.data import DataConfig, PromptStream, load_prompts, tokenize_prompts, tokenize_responses
 from grpo.sources import load_rows
-from grpo.stream import PromptStream
 
 ROWS = [{"prompt": f"{n} 2 to 5", "response": "yes", "numbers": [n, 2], "target": 5} for n in range(10)]
 
@@ -42,12 +42,13 @@ def chat_tokenizer():
 def no_hub(monkeypatch):
     """Any request to the hub fails as it does without a network."""
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
-
-    def refuse(self, *args, **kwargs):
-        raise httpx.ConnectError("Name or service not known")
-
-    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", refuse)
+    answer_hub(monkeypatch, httpx.ConnectError("Name or service not known"))
     monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: pytest.fail("the hub was asked again"))
+
+
+def answer_hub(monkeypatch, answer: Exception | None) -> None:
+    """The hub answers a question for a dataset with `answer`."""
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", Mock(side_effect=answer))
 
 
 def write_lines(path: Path, rows: list[dict]) -> str:
@@ -107,7 +108,12 @@ def test_functions_are_called_with_the_split(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("body", "says"), [("yield 3", "yields 3 as row 0"), ("yield {'a': 1}; yield {'a': [2]}", "share types")]
+    ("body", "says"),
+    [
+        ("yield 3", "yields 3 as row 0"),
+        ("yield {'a': 1}; yield {'a': [2]}", "share types"),
+        ("yield from ()", "holds no rows"),
+    ],
 )
 def test_functions_that_yield_no_table(tmp_path, body, says):
     (tmp_path / "made.py").write_text(f"def rows(split):\n    {body}\n")
@@ -123,23 +129,17 @@ def test_a_file_that_is_not_there_names_the_nearest(tmp_path):
         load_rows(str(tmp_path / "nowhere" / "train.jsonl"), "train")
 
 
+EMPTY = [(f"rows.{ending}", "", "") for ending in ("jsonl", "json", "parquet", "csv", "xml")]
+BROKEN = [(f"rows.{ending}", "\x00 no table {", "") for ending in ("jsonl", "json", "parquet", "xml")]
+
+
 @pytest.mark.parametrize(
-    ("name", "content"),
-    [(f"rows.{ending}", "") for ending in ("jsonl", "json", "parquet", "csv", "xml")]
-    + [(f"rows.{ending}", "\x00 no table {") for ending in ("jsonl", "json", "parquet", "xml")],
+    ("name", "content", "says"), [*EMPTY, *BROKEN, ("rows.csv", "prompt,target\n", "holds no rows")]
 )
-def test_files_that_cannot_be_read(tmp_path, name, content):
+def test_files_that_cannot_be_read(tmp_path, name, content, says):
     (tmp_path / name).write_text(content)
-    with refused("data.train", name):
+    with refused("data.train", name, says):
         load_rows(f"{tmp_path}/{name}", "train")
-
-
-def test_empty_sources(tmp_path):
-    (tmp_path / "rows.csv").write_text("prompt,target\n")
-    (tmp_path / "made.py").write_text("def rows(split):\n    yield from ()\n")
-    for source in ["rows.csv", "made.py:rows"]:
-        with refused("data.train", "holds no rows"):
-            load_rows(f"{tmp_path}/{source}", "train")
 
 
 def test_what_is_on_disk_wins_over_the_hub(tmp_path, monkeypatch, no_hub):
@@ -157,28 +157,22 @@ def test_without_a_network_the_answer_is_quick(no_hub):
 
 def test_offline_only_the_cache_is_asked(monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda *a, **k: pytest.fail("asked the hub"))
-
-    def not_cached(*args, **kwargs):
-        raise ConnectionError("Couldn't reach 'org/name' on the Hub (OfflineModeIsEnabled)")
-
-    monkeypatch.setattr(datasets, "load_dataset", not_cached)
+    answer_hub(monkeypatch, AssertionError("asked the hub"))
+    not_cached = ConnectionError("Couldn't reach 'org/name' on the Hub (OfflineModeIsEnabled)")
+    monkeypatch.setattr(datasets, "load_dataset", Mock(side_effect=not_cached))
     with refused("data.train", "OfflineModeIsEnabled", "local file"):
         load_rows("org/name", "train")
 
 
 def test_a_hub_name_nobody_has(monkeypatch, no_hub):
-    def unknown(self, name, **kwargs):
-        request = httpx.Request("GET", "https://hub")
-        raise RepositoryNotFoundError("404", response=httpx.Response(404, request=request))
-
-    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", unknown)
+    response = httpx.Response(404, request=httpx.Request("GET", "https://hub"))
+    answer_hub(monkeypatch, RepositoryNotFoundError("404", response=response))
     with refused("data.train", "org/nmae", "neither a file here nor a dataset", "local file"):
         load_rows("org/nmae", "train")
 
 
 def test_the_hub_is_given_subset_and_split(monkeypatch, no_hub):
-    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda *a, **k: None)
+    answer_hub(monkeypatch, None)
 
     def hub(name, subset, split):
         if split != "test":
@@ -195,7 +189,7 @@ def test_the_hub_is_given_subset_and_split(monkeypatch, no_hub):
 
 
 def prompts_of(tokenizer, rows=ROWS, **settings):
-    return tokenize_prompts(datasets.Dataset.from_list(rows), tokenizer, DataConfig(**settings))
+    return tokenize_prompts(datasets.Dataset.from_list(rows), tokenizer, DataConfig(**settings), "data.train")
 
 
 def test_raw_prompts_keep_their_rows(tokenizer):
@@ -274,7 +268,7 @@ def test_responses_end_with_eos(tokenizer):
             tokenize_responses(prompts_of(tokenizer), tokenizer, DataConfig(response_column=column))
     without_eos = make_tokenizer()
     without_eos.eos_token = None
-    with pytest.raises(ConfigError, match="no eos token"):
+    with refused("no eos token"):
         tokenize_responses(prompts_of(tokenizer), without_eos, DataConfig())
 
 
@@ -283,16 +277,16 @@ def test_load_prompts_follows_the_config(tmp_path, tokenizer):
     config = load(DataConfig, overrides=[f"train={train}", f"eval={held_out}", "eval_limit=2"])
     assert len(load_prompts(config, tokenizer, "train")) == 10
     assert [p.row for p in load_prompts(config, tokenizer, "eval")] == ROWS[5:7]
-    with pytest.raises(ConfigError, match=r"data\.train is not set"):
+    with refused("data.train is not set"):
         load_prompts(DataConfig(), tokenizer, "train")
-    with pytest.raises(ConfigError, match=r"data\.eval_limit=0"):
+    with refused("data.eval_limit=0"):
         load_prompts(DataConfig(eval=held_out, eval_limit=0), tokenizer, "eval")
 
 
 def test_a_hundred_thousand_rows_take_seconds(tokenizer):
     rows = datasets.Dataset.from_dict({"a": list(range(100)) * 1000})
     start = time.process_time()
-    prompts = tokenize_prompts(rows, tokenizer, DataConfig(template="{a} 2 to 5", opening="<think>"))
+    prompts = tokenize_prompts(rows, tokenizer, DataConfig(template="{a} 2 to 5", opening="<think>"), "data.train")
     assert len(prompts) == 100_000
     assert time.process_time() - start < 30
 
@@ -323,12 +317,9 @@ def test_without_shuffling_the_rows_keep_their_order(tokenizer):
 
 @pytest.mark.parametrize("steps", [0, 1, 2, 5, 7])
 def test_a_resumed_stream_goes_on_exactly(tokenizer, steps):
-    prompts = prompts_of(tokenizer)
-    stream = PromptStream(prompts, 4, seed=3)
+    stream, resumed = (PromptStream(prompts_of(tokenizer), 4, seed=3) for _ in range(2))
     indices(stream, steps)
-    state = json.loads(json.dumps(stream.state_dict()))
-    resumed = PromptStream(prompts, 4, seed=3)
-    resumed.load_state_dict(state)
+    resumed.load_state_dict(json.loads(json.dumps(stream.state_dict())))
     assert indices(resumed, 8) == indices(stream, 8)
 
 
@@ -350,15 +341,12 @@ def test_a_step_larger_than_the_dataset_is_refused(tokenizer):
 
 
 def test_the_order_is_the_same_in_every_process():
-    program = (
-        "from grpo.stream import Prompt, PromptStream\n"
-        "prompts = [Prompt(i, [1], '', {}) for i in range(9)]\n"
-        "stream = PromptStream(prompts, 9, seed=5)\n"
-        "print([[p.index for p in stream.next()] for _ in range(2)])\n"
-    )
-    expected = "[[2, 7, 8, 1, 4, 3, 6, 0, 5], [4, 8, 2, 7, 6, 0, 1, 5, 3]]"
+    program = """
+from grpo.data import Prompt, PromptStream
+stream = PromptStream([Prompt(i, [1], '', {}) for i in range(9)], 9, seed=5)
+print([[p.index for p in stream.next()] for _ in range(2)])
+"""
     for hash_seed in ("1", "2"):
-        out = subprocess.run(
-            [sys.executable, "-c", program], env={"PYTHONHASHSEED": hash_seed}, capture_output=True, text=True
-        )
-        assert out.stdout.strip() == expected, out.stderr
+        environment, command = {"PYTHONHASHSEED": hash_seed}, [sys.executable, "-c", program]
+        out = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert out.stdout == "[[2, 7, 8, 1, 4, 3, 6, 0, 5], [4, 8, 2, 7, 6, 0, 1, 5, 3]]\n", out.stderr

@@ -1,5 +1,7 @@
 """What a loss says of single tokens, by hand, and the metrics beside it. The formulas: test_algorithms.py."""
 
+import math
+
 import pytest
 import torch
 
@@ -37,14 +39,10 @@ def problem(seed=0, count=60):
     ],
 )
 def test_each_side_is_clipped_at_its_own_bound(ratio, advantage, loss, gradient, clips):
-    logprob = torch.tensor([ratio]).log().requires_grad_()
-    fields = {
-        "advantages": torch.tensor([advantage]),
-        "loss_weights": torch.ones(1),
-        "seq_id": torch.zeros(1, dtype=torch.int64),
-        "old_logprobs": torch.zeros(1),
-    }
-    total, metrics = policy_loss(logprob, torch.zeros(1), fields, AlgorithmConfig(**PLAIN))
+    logprob, zero = torch.tensor([ratio]).log().requires_grad_(), torch.zeros(1)
+    fields = {"loss_weights": torch.ones(1), "seq_id": zero.long(), "old_logprobs": zero}
+    fields["advantages"] = torch.tensor([advantage])
+    total, metrics = policy_loss(logprob, zero, fields, AlgorithmConfig(**PLAIN))
     total.backward()
     assert total.item() == pytest.approx(loss)
     assert logprob.grad.item() == pytest.approx(gradient)
@@ -57,21 +55,18 @@ def test_metrics_count_tokens_whatever_they_weigh(choice):
     config = AlgorithmConfig(clip=choice, kl_coefficient=0.7, entropy_coefficient=0.4, **PLAIN)
     _, metrics = policy_loss(logprobs, entropy, fields, config)
     assert not any(metric.value.requires_grad for metric in metrics.values())
-    low, high, kl, ratios = 0, 0, 0.0, []
-    for t, logprob in enumerate(logprobs.detach().double()):
-        advantage = float(fields["advantages"][t])
-        ratios.append(float(torch.exp(logprob - fields["old_logprobs"][t].double())))
+    advantages, old, ref = (fields[n].double().tolist() for n in ("advantages", "old_logprobs", "ref_logprobs"))
+    low, high, kl, largest = 0, 0, 0.0, 0.0
+    for t, logprob in enumerate(logprobs.double().tolist()):
+        ratio, gap = math.exp(logprob - old[t]), ref[t] - logprob
         # PPO's bound stops a token where it would go on; CISPO's stops what it weighs.
-        low += ratios[-1] < 0.9 and (advantage < 0 or choice == "cispo")
-        high += ratios[-1] > 1.3 and (advantage > 0 or choice == "cispo")
-        gap = float(fields["ref_logprobs"][t].double() - logprob)
-        kl += float(torch.tensor(gap).double().exp()) - gap - 1
+        low += ratio < 0.9 and (advantages[t] < 0 or choice == "cispo")
+        high += ratio > 1.3 and (advantages[t] > 0 or choice == "cispo")
+        kl, largest = kl + math.exp(gap) - gap - 1, max(largest, ratio)
     assert 0 < low < 60
     assert 0 < high < 60
-    assert {name: float(metric.value) for name, metric in metrics.items()} == pytest.approx(
-        {"clip/low": low, "clip/high": high, "kl": kl, "ratio/max": max(ratios), "entropy": float(entropy.sum())},
-        rel=1e-5,
-    )
+    expected = {"clip/low": low, "clip/high": high, "kl": kl, "ratio/max": largest, "entropy": float(entropy.sum())}
+    assert {name: float(metric.value) for name, metric in metrics.items()} == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("ratio", ["token", "sequence"])
@@ -89,8 +84,7 @@ def test_on_policy_the_gradient_is_minus_the_advantage(ratio):
 def test_at_the_reference_the_kl_term_is_zero(estimator):
     logprobs, entropy, fields = problem()
     fields |= {"advantages": torch.zeros(60), "ref_logprobs": logprobs.detach().clone()}
-    config = AlgorithmConfig(kl_coefficient=0.7, kl_estimator=estimator)
-    loss, metrics = policy_loss(logprobs, entropy, fields, config)
+    loss, metrics = policy_loss(logprobs, entropy, fields, AlgorithmConfig(kl_coefficient=0.7, kl_estimator=estimator))
     loss.backward()
     assert loss == metrics["kl"].value == 0
     if estimator != "k1":  # whose gradient vanishes only in the mean
@@ -99,8 +93,7 @@ def test_at_the_reference_the_kl_term_is_zero(estimator):
 
 def test_a_kl_term_in_the_reward_is_none_in_the_loss():
     logprobs, entropy, fields = problem()
-    with_kl = AlgorithmConfig.of("rloo", kl_coefficient=0.7)
-    loss, metrics = policy_loss(logprobs, entropy, fields, with_kl)
+    loss, metrics = policy_loss(logprobs, entropy, fields, AlgorithmConfig.of("rloo", kl_coefficient=0.7))
     assert loss == policy_loss(logprobs, entropy, fields, AlgorithmConfig.of("rloo"))[0]
     expected = float((logprobs.detach() - fields["ref_logprobs"]).sum())
     assert float(metrics["kl"].value) == pytest.approx(expected, rel=1e-5)

@@ -17,7 +17,7 @@ def test_the_pieces_of_an_update_make_what_the_whole_makes():
     metrics = {}
     for piece in torch.arange(200).tensor_split([0, 7, 7, 150]):  # some are empty
         merge(metrics, metrics_of(x[piece], y[piece]))
-    added, largest = (torch.cat(flat(metrics, kind)).tolist() for kind in (False, True))
+    added, largest = (flat(metrics, kind).tolist() for kind in (False, True))
     assert (len(added), len(largest)) == (7, 1)
     found = over_updates([read(metrics, added, largest, tokens=200)])
     slope = torch.linalg.lstsq(torch.stack([torch.ones_like(x), x], 1), y[:, None]).solution[1]
@@ -34,7 +34,7 @@ def test_the_pieces_of_an_update_make_what_the_whole_makes():
 
 def test_a_gap_that_is_the_same_everywhere_follows_nothing():
     metrics = {"line": Line.of(torch.linspace(-3, 0, 9), torch.full((9,), 0.5))}
-    found = over_updates([read(metrics, torch.cat(flat(metrics, False)).tolist(), [], tokens=9)])
+    found = over_updates([read(metrics, flat(metrics, False).tolist(), [], tokens=9)])
     assert found == pytest.approx({"line_correlation": 0, "line_slope": 0}, abs=1e-6)
 
 

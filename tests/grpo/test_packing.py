@@ -66,6 +66,12 @@ def test_balance_refuses_fewer_samples_than_parts(count, parts):
         balance([1] * count, parts)
 
 
+def many_lengths(seed):
+    """512 lengths, log-normal with a mean of 600 and a sigma of 0.8, cut at 4096."""
+    random = torch.Generator().manual_seed(seed)
+    return (torch.randn(512, generator=random) * 0.8 + math.log(600) - 0.32).exp().clamp(1, 4096).int().tolist()
+
+
 @settings(deadline=None)
 @given(LENGTHS, st.integers(0, 200), st.integers(1, 50))
 def test_pack_holds_every_index_once_within_the_budget(lengths, spare, at_least):
@@ -76,12 +82,6 @@ def test_pack_holds_every_index_once_within_the_budget(lengths, spare, at_least)
     # Other ranks count on the number, and only a surplus over the samples may be empty.
     assert len(plan) >= at_least
     assert sum(not part for part in plan) == max(0, at_least - len(lengths))
-
-
-@settings(deadline=None)
-@given(LENGTHS, st.integers(0, 200))
-def test_pack_asked_for_its_own_number_or_more_makes_as_many(lengths, spare):
-    budget = max(lengths) + spare
     own = len(pack(lengths, budget))
     for more in (own, own + 1, own + 17):
         assert len(pack(lengths, budget, more)) == more
@@ -99,9 +99,7 @@ def test_pack_opens_a_micro_batch_only_where_no_other_has_room(lengths, spare):
 
 @pytest.mark.parametrize("seed", range(5))
 def test_of_many_samples_all_micro_batches_but_the_last_are_full_to_97_percent(seed):
-    random = torch.Generator().manual_seed(seed)
-    # Log-normal with a mean of 600 and a sigma of 0.8, cut at 4096.
-    lengths = (torch.randn(512, generator=random) * 0.8 + math.log(600) - 0.32).exp().clamp(1, 4096).int().tolist()
+    lengths = many_lengths(seed)
     costs = [cost_of(length) for length in lengths]
     parts = balance(costs, 4)
     loads = [sum(costs[i] for i in part) for part in parts]
@@ -114,8 +112,7 @@ def test_of_many_samples_all_micro_batches_but_the_last_are_full_to_97_percent(s
 
 @pytest.mark.parametrize("seed", range(5))
 def test_ranks_side_by_side_do_equal_work_in_each_micro_batch(seed):
-    random = torch.Generator().manual_seed(seed)
-    lengths = (torch.randn(512, generator=random) * 0.8 + math.log(600) - 0.32).exp().clamp(1, 4096).int().tolist()
+    lengths = many_lengths(seed)
     shards = [[lengths[i] for i in part] for part in balance([cost_of(length) for length in lengths], 4)]
     for budget in (8192, 16384):
         passes = max(len(pack(shard, budget)) for shard in shards)

@@ -26,21 +26,19 @@ def answer(expression: str) -> str:
     return f"<answer>{expression}</answer>"
 
 
-# fmt: off
 WELL_FORMED_AND_RIGHT = [
     "3+4+7", "3 + 4 + 7", " ( 3 + 4 ) + 7 ", "((3)+(4))+(7)", "\n3\t+\r4 +\u00a07\n", "7+4+3", "7-(-3-4)", "--3+4+7",
     "+3+4+7", "3- -4+7", "3+ +4+7", "-(-3-4)+7", "3 −−4 + 7", "3+4+7=14", "3+4+7 = 15", "3+4+7=14=14", "3+4+7=",
     "3+4+7 = nonsense </think", "3+4+7=" + "9" * 100_000,
-]
-# fmt: on
+]  # fmt: skip
+ANOTHER_VALUE = ["3*4*7", "3+4-7", "3/4/7", "(3+4)/7", "3-4-7=14", "7/(3-4)", "3+4-7 = 14", "-3-4-7"]
 
 
-@pytest.mark.parametrize("expression", WELL_FORMED_AND_RIGHT)
-def test_right(expression):
-    assert grade(answer(expression)) == RIGHT
+@pytest.mark.parametrize("expression", WELL_FORMED_AND_RIGHT + ANOTHER_VALUE)
+def test_well_formed_expressions(expression):
+    assert grade(answer(expression)) == (VALID if expression in ANOTHER_VALUE else RIGHT)
 
 
-# fmt: off
 ARITHMETIC = [
     ("3 × 4 + 7", [3, 4, 7], 19), ("8 ÷ 4 − 2", [2, 4, 8], 0), ("8 / 4 * 2", [2, 4, 8], 4),
     ("8 / (4 * 2)", [2, 4, 8], 1), ("8 - 4 - 2", [2, 4, 8], 2), ("8 - (4 - 2)", [2, 4, 8], 6),
@@ -51,21 +49,13 @@ ARITHMETIC = [
     ("99999999999999999999*99999999999999999999", [10**20 - 1] * 2, (10**20 - 1) ** 2),
     ("9007199254740993-1", [1, 9007199254740993], 9007199254740992), ("(" * 100 + "5" + ")" * 100, [5], 5),
     ("-" * 500 + "5", [5], 5), ("+".join(["1"] * 300), [1] * 300, 300),
-]
-# fmt: on
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("expression", "numbers", "target"), ARITHMETIC)
 def test_exact_arithmetic(expression, numbers, target):
     assert grade(answer(expression), numbers, target) == RIGHT
     assert grade(answer(expression), numbers, target + 1) == VALID
-
-
-@pytest.mark.parametrize(
-    "expression", ["3*4*7", "3+4-7", "3/4/7", "(3+4)/7", "3-4-7=14", "7/(3-4)", "3+4-7 = 14", "-3-4-7"]
-)
-def test_valid_but_another_value(expression):
-    assert grade(answer(expression)) == VALID
 
 
 @pytest.mark.parametrize("expression", ["1/0", "1/(0)", "(1/0)", "-(1/0)", "+(1/0)"])
@@ -79,7 +69,6 @@ def test_a_division_by_zero_spreads(expression):
     assert grade(answer(expression), [1, 2, 2, 5], 5) == VALID
 
 
-# fmt: off
 NOT_AN_EXPRESSION = [
     # nothing, or other numbers
     "", " ", "\n", "=", "= 14", "14", "14 = 3+4+7", "3+4", "3+4+7+7", "3+3+4+7", "3+4+7+0", "3+11", "34+7", "3 4 + 7",
@@ -101,8 +90,7 @@ NOT_AN_EXPRESSION = [
     "9**9**9", "9**9**9**9**9", "3**4**7", "7**(4**3)", "9*" * 499 + "9", "9" * 999, "1" * 10_000, "9" * 1_000_000,
     "(" * 10_000 + "3+4+7" + ")" * 10_000, "(" * 10_000, "-" * 10_000 + "3+4+7", "3+4+7" + " " * 1_000_000,
     "(" * 1_000_000, "3+4+7+" * 200_000,
-]
-# fmt: on
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("expression", NOT_AN_EXPRESSION, ids=lambda text: ascii(text[:40]))
@@ -117,7 +105,6 @@ def test_a_division_by_zero_does_not_hide_what_is_malformed():
         assert grade(answer(expression), [0, 1], 1) == FORMAT
 
 
-# fmt: off
 COMPLETIONS = [
     ("", NOTHING), ("3+4+7", NOTHING), ("the answer is 14", NOTHING), ("<answer>", NOTHING), ("</answer>", NOTHING),
     ("<answer>3+4+7", NOTHING), ("3+4+7</answer>", NOTHING), ("</answer>3+4+7<answer>", NOTHING),
@@ -140,8 +127,7 @@ COMPLETIONS = [
     ("x" * 1_000_000 + "<answer>3+4+7</answer>", RIGHT), ("<answer>" * 100_000, NOTHING),
     ("</answer>" * 100_000, NOTHING), ("<answer>" * 100_000 + "3+4+7" + "</answer>" * 100_000, RIGHT),
     ("<think>" * 100_000 + "</think>" * 100_000 + "<answer>3+4+7</answer>", RIGHT),
-]
-# fmt: on
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -165,15 +151,13 @@ def test_options():
     assert grade(answer("3*4*7")) == VALID
 
 
-# fmt: off
 MALFORMED_ROWS = [
     {}, {"numbers": [3]}, {"target": 3}, {"numbers": [], "target": 3}, {"numbers": None, "target": 3},
     {"numbers": 3, "target": 3}, {"numbers": "34", "target": 7}, {"numbers": ["3", "4"], "target": 7},
     {"numbers": [3.0, 4], "target": 7}, {"numbers": [True, 4], "target": 7}, {"numbers": [-3, 4], "target": 7},
     {"numbers": [3, None], "target": 7}, {"numbers": [[3, 4]], "target": 7}, {"numbers": [3, 4], "target": "7"},
     {"numbers": [3, 4], "target": 7.0}, {"numbers": [3, 4], "target": None}, {"numbers": [3, 4], "target": True},
-]
-# fmt: on
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("row", MALFORMED_ROWS, ids=str)
@@ -196,26 +180,18 @@ def test_numbers_as_data_sets_hold_them():
 def oracle(text: str, numbers: list[int], target: int) -> float:
     if re.search(r"[^0-9+\-*/() ]|(?<![0-9])0[0-9]|\*\s*\*|/\s*/", text):
         return FORMAT
-    try:
-        # The brackets keep a leading space from being read as an indent.
-        tree = ast.parse(f"({text})", mode="eval").body if balanced(text) else None
-    except SyntaxError:
-        return FORMAT
-    if tree is None:
+    depths = list(itertools.accumulate({"(": 1, ")": -1}.get(c, 0) for c in text))
+    if min(depths, default=0) < 0:
         return FORMAT
     used: list[int] = []
     try:
-        value = walk(tree, used)
-    except LookupError:
+        # The brackets keep a leading space from being read as an indent.
+        value = walk(ast.parse(f"({text})", mode="eval").body, used)
+    except (SyntaxError, LookupError):
         return FORMAT
     if sorted(used) != sorted(numbers):
         return FORMAT
     return RIGHT if value == target else VALID
-
-
-def balanced(text: str) -> bool:
-    depths = list(itertools.accumulate({"(": 1, ")": -1}.get(c, 0) for c in text))
-    return bool(depths) and min(depths) >= 0 and depths[-1] == 0
 
 
 BINARY = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
@@ -259,12 +235,11 @@ def trees(numbers: list[int]) -> st.SearchStrategy:
     def build(draw):
         cut = draw(st.integers(1, len(numbers) - 1))
         (left, a), (right, b) = draw(trees(numbers[:cut])), draw(trees(numbers[cut:]))
-        sign = draw(st.sampled_from("+-*/"))
-        space = draw(st.sampled_from(["", " ", "  "]))
+        sign, space = draw(st.sampled_from("+-*/")), draw(st.sampled_from(["", " ", "  "]))
         text = f"({left}{space}{sign}{space}{right})"
         if draw(st.booleans()):
             text = f"({space}{text})"
-        if a is None or b is None or (sign == "/" and b == 0):
+        if a is None or b is None:
             return text, None
         return text, {"+": a + b, "-": a - b, "*": a * b, "/": a / b if b else None}[sign]
 

@@ -11,7 +11,6 @@ def grade(completion: str, gold: str) -> float:
     return rewards.get("math")(completion, {"answer": gold})
 
 
-# fmt: off
 EQUAL = [
     ("42", "42"), ("42.0", "42"), ("042", "42"), ("+42", "42"), ("-5", "-5"), ("1{,}234", "1234"), ("1,234", "1234"),
     ("1234", "1,234"), ("12,345,678", "12345678"), ("\\frac{1}{2}", "0.5"), ("0.5", "\\frac{1}{2}"),
@@ -24,8 +23,7 @@ EQUAL = [
     ("\\text{yes}", "\\text{yes}"), ("\\infty", "\\infty"), ("42", "\\boxed{42}"), ("42", "so it is $\\boxed{42}$."),
     ("\\frac{1}{2}", "\\boxed{3} is wrong, \\boxed{\\frac{1}{2}}"), ("42", "6 * 7 = <<6*7=42>>42\n#### 42"),
     ("1234", "It makes 1,234 dollars.\n#### 1,234"), ("-3", "#### -3"), ("7", "$7$"),
-]
-# fmt: on
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("answer", "gold"), EQUAL)
@@ -33,13 +31,11 @@ def test_equal(answer, gold):
     assert grade(f"So the answer is $\\boxed{{{answer}}}$.", gold) == 1.0
 
 
-# fmt: off
 NOT_EQUAL = [
     ("41", "42"), ("-42", "42"), ("3", "3\\sqrt{2}"), ("0.33", "\\frac{1}{3}"), ("(2,1)", "(1,2)"),
     ("[0,1]", "[0,1)"), ("\\{1,2\\}", "\\{1\\}"), ("1,2,42", "42"), ("x+1", "x+2"), ("y", "x"), ("1234", "1,235"),
     ("\\text{no}", "\\text{yes}"), ("", "42"), ("\\text{}", "42"), ("???", "42"), ("{{{", "42"), ("9" * 5000, "42"),
-]
-# fmt: on
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("answer", "gold"), NOT_EQUAL)
@@ -47,7 +43,6 @@ def test_not_equal(answer, gold):
     assert grade(f"So the answer is $\\boxed{{{answer}}}$.", gold) == 0.0
 
 
-# fmt: off
 COMPLETIONS = [
     ("", 0.0), ("I do not know.", 0.0), ("\\boxed{42}", 1.0), ("\\boxed{41} no, \\boxed{42}", 1.0),
     ("\\boxed{42} no, \\boxed{41}", 0.0), ("\\boxed{1} \\boxed{2} \\boxed{42} \\boxed{4}", 0.0),
@@ -62,8 +57,7 @@ COMPLETIONS = [
     ("x" * 1_000_000 + " \\boxed{42}", 1.0), ("\\boxed{" * 50_000, 0.0),
     ("\\boxed{" + "{" * 5000 + "42" + "}" * 5001, 0.0), ("\\boxed{" + "(" * 4 + "42" + ")" * 4 + "}", 1.0),
     ("\\boxed{42\\}}", None), ("\ud800 \\boxed{42}", 1.0),
-]
-# fmt: on
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(

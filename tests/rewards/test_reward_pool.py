@@ -1,5 +1,6 @@
 """The pool: whose answer is whose, totals, every way a grade can fail, and that no process outlives its parent."""
 
+import contextlib
 import os
 import re
 import select
@@ -7,14 +8,19 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy
 import pytest
 
 import rewards
 from rewards import RewardPool, RewardsConfig
 
+PACKAGE = Path(rewards.__file__).parent
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(PACKAGE.parent)}
 SOURCE = """
 import ctypes, os, subprocess, sys, time
 from fractions import Fraction
@@ -58,9 +64,7 @@ def naughty(completion, row):
     if completion == "pid": return os.getpid()
     if completion.startswith("nap"): time.sleep(0.3)
     while completion == "sing": print("la"); time.sleep(0.01)
-    if completion == "grandchild":
-        subprocess.Popen(["sleep", "60"])
-        time.sleep(60)
+    if completion == "grandchild": subprocess.run(["sleep", "60"])
     return 1.0
 """
 
@@ -77,12 +81,30 @@ def config(file) -> RewardsConfig:
     return RewardsConfig(weights={"naughty": 1.0}, files=[file], processes=2, timeout_seconds=1.0)
 
 
+@pytest.fixture
+def patient(config) -> RewardsConfig:
+    config.timeout_seconds = 60.0
+    return config
+
+
+def score(pool: RewardPool, completions: Sequence[str], rows: Sequence[dict] | None = None) -> SimpleNamespace:
+    """Grade a batch and wait for it: grades, their totals, components by name, failures, and the seconds it took."""
+    started = time.monotonic()
+    samples = zip(completions, rows or [{}] * len(completions), strict=True)
+    grades = [future.result() for future in [pool.submit(completion, row) for completion, row in samples]]
+    return SimpleNamespace(
+        grades=grades,
+        total=[grade.total for grade in grades],
+        components={name: [grade.components[name] for grade in grades] for name in grades[0].components},
+        failures=[failure for grade in grades for failure in grade.failures],
+        seconds=time.monotonic() - started,
+    )
+
+
 def alive(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return False
-    return state != "Z"
+    with contextlib.suppress(FileNotFoundError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
 
 
 def wait_until_gone(pids: list[int], seconds: float = 10.0) -> list[int]:
@@ -99,66 +121,51 @@ def test_order_components_weights_and_options(file):
     row = {"value": 0.25}
     with RewardPool(config) as pool:
         for rows in ([{"value": float(i)} for i in range(500)], [row] * 500):
-            scores = pool.score(completions, rows)
+            scores = score(pool, completions, rows)
             assert scores.components["length"] == [3.0 * len(c) for c in completions]
             assert scores.components["row"] == [r["value"] for r in rows]
-            expected = [1.5 * len(c) - 2 * r["value"] for c, r in zip(completions, rows, strict=True)]
-            assert scores.total == pytest.approx(expected)
+            samples = zip(completions, rows, strict=True)
+            assert scores.total == pytest.approx([1.5 * len(c) - 2 * r["value"] for c, r in samples])
             assert scores.failures == []
             assert 0 < scores.seconds < 30
     assert row == {"value": 0.25}
 
 
 def test_countdown_and_math_in_one_pool():
-    config = RewardsConfig(weights={"countdown": 1.0, "math": 10.0}, processes=1, timeout_seconds=60.0)
     row = {"numbers": [3, 4], "target": 7, "answer": "9"}
-    with RewardPool(config) as pool:
-        scores = pool.score(["<answer>3+4</answer>", "\\boxed{9}", "\\boxed{8}"], [row] * 3)
+    with RewardPool(RewardsConfig({"countdown": 1.0, "math": 10.0}, processes=1, timeout_seconds=60.0)) as pool:
+        scores = score(pool, ["<answer>3+4</answer>", "\\boxed{9}", "\\boxed{8}"], [row] * 3)
     assert scores.total == [1.0, 10.0, 0.0]
 
 
 def test_what_a_reward_imports_lazily_is_imported_before_its_first_grade(file):
     with RewardPool(RewardsConfig(weights={"lazy": 1.0}, files=[file], processes=1)) as pool:
-        assert pool.score([""], [{}]).total == [1.0]
+        assert score(pool, [""]).total == [1.0]
 
 
 def test_a_power_tower_in_a_box_is_a_timeout():
     """math-verify computes it, in one call that no signal and no thread can interrupt."""
-    config = RewardsConfig(weights={"math": 1.0}, processes=1, timeout_seconds=1.5)
-    with RewardPool(config) as pool:
-        scores = pool.score(["\\boxed{2^{2^{2^{42}}}}"], [{"answer": "42"}])
+    with RewardPool(RewardsConfig({"math": 1.0}, processes=1, timeout_seconds=1.5)) as pool:
+        scores = score(pool, ["\\boxed{2^{2^{2^{42}}}}"], [{"answer": "42"}])
     assert [f.kind for f in scores.failures] == ["timeout"]
 
 
 def test_many_short_completions_take_milliseconds():
-    row = {"numbers": [3, 4, 7], "target": 14}
+    rows = [{"numbers": [3, 4, 7], "target": 14}] * 256
     with RewardPool(RewardsConfig(weights={"countdown": 1.0}, processes=1, timeout_seconds=60.0)) as pool:
-        seconds = []
-        for _ in range(5):
-            scores = pool.score(["<answer>3+4+7</answer>"] * 256, [row] * 256)
-            assert scores.total == [1.0] * 256
-            seconds.append(scores.seconds)
-    assert min(seconds) < 0.15
+        batches = [score(pool, ["<answer>3+4+7</answer>"] * 256, rows) for _ in range(5)]
+    assert all(scores.total == [1.0] * 256 for scores in batches)
+    assert min(scores.seconds for scores in batches) < 0.15
 
 
-def test_an_empty_batch_and_unequal_lengths(config):
-    with RewardPool(config) as pool:
-        scores = pool.score([], [])
-        assert (scores.total, scores.components, scores.failures) == ([], {"naughty": []}, [])
-        with pytest.raises(ValueError, match="2 completions but 1 rows"):
-            pool.score(["a", "b"], [{}])
-        assert pool.score(["a"], [{}]).total == [1.0]
-
-
-def test_completions_come_from_many_threads_and_each_gets_its_own_answer(config):
-    config.weights = {"length": 2.0, "row": -1.0, "naughty": 0.0}
-    config.timeout_seconds = 60.0
+def test_completions_come_from_many_threads_and_each_gets_its_own_answer(patient):
+    patient.weights = {"length": 2.0, "row": -1.0, "naughty": 0.0}
 
     def grades(thread: int) -> list[rewards.Grade]:
         futures = [pool.submit("x" * (thread * 100 + i), {"value": float(i)}) for i in range(100)]
         return [future.result(timeout=60.0) for future in futures]
 
-    with RewardPool(config) as pool, ThreadPoolExecutor(8) as threads:
+    with RewardPool(patient) as pool, ThreadPoolExecutor(8) as threads:
         for thread, answers in enumerate(threads.map(grades, range(8))):
             lengths = [float(thread * 100 + i) for i in range(100)]
             components = [{"length": n, "row": float(i), "naughty": 1.0} for i, n in enumerate(lengths)]
@@ -166,10 +173,9 @@ def test_completions_come_from_many_threads_and_each_gets_its_own_answer(config)
             assert answers == [rewards.Grade(t, c, []) for t, c in zip(totals, components, strict=True)]
 
 
-def test_answers_come_in_any_order_and_a_failure_names_its_reward(config):
-    config.weights = {"naughty": 1.0, "length": 1.0}
-    config.timeout_seconds = 60.0
-    with RewardPool(config) as pool:
+def test_answers_come_in_any_order_and_a_failure_names_its_reward(patient):
+    patient.weights = {"naughty": 1.0, "length": 1.0}
+    with RewardPool(patient) as pool:
         slow, quick = pool.submit("nap", {}), pool.submit("raise", {})
         assert not slow.cancel()
         grade = quick.result(timeout=30.0)
@@ -179,10 +185,9 @@ def test_answers_come_in_any_order_and_a_failure_names_its_reward(config):
         assert slow.result(timeout=30.0) == rewards.Grade(4.0, {"naughty": 1.0, "length": 3.0}, [])
 
 
-def test_while_one_grade_hangs_others_are_answered_and_close_ends_it(config):
-    config.timeout_seconds = 60.0
-    with RewardPool(config) as pool:
-        pool.score(["fine"] * 500, [{}] * 500)  # after quick ones, workers are sent many tasks at once
+def test_while_one_grade_hangs_others_are_answered_and_close_ends_it(patient):
+    with RewardPool(patient) as pool:
+        score(pool, ["fine"] * 500)  # after quick ones, workers are sent many tasks at once
         started = time.monotonic()
         hanging = pool.submit("sleep", {})
         quick = [pool.submit("fine", {}) for _ in range(3)]
@@ -197,13 +202,12 @@ def test_while_one_grade_hangs_others_are_answered_and_close_ends_it(config):
 
 def test_slow_grades_are_spread_over_the_workers_until_the_queue_ends(config):
     with RewardPool(config) as pool:
-        pool.score(["fine"] * 500, [{}] * 500)
-        assert pool.score([f"nap {i}" for i in range(8)], [{}] * 8).seconds < 7 * 0.3
+        score(pool, ["fine"] * 500)
+        assert score(pool, [f"nap {i}" for i in range(8)]).seconds < 7 * 0.3
 
 
-def test_a_worker_that_cannot_be_replaced_ends_all_that_waits(config, file):
-    config.timeout_seconds = 60.0
-    with RewardPool(config) as pool:
+def test_a_worker_that_cannot_be_replaced_ends_all_that_waits(patient, file):
+    with RewardPool(patient) as pool:
         Path(file).write_text("raise ImportError('gone in the meantime')")
         futures = [pool.submit(completion, {}) for completion in ("os._exit", "sleep", "sleep", "fine")]
         for future in futures[1:]:
@@ -233,21 +237,19 @@ FAILURES = {
 
 
 def test_every_failure_costs_its_own_grade_and_no_other(config):
-    completions = []
-    for name in FAILURES:
-        completions += ["fine", name, "fine", "fine"]
+    completions = [completion for name in FAILURES for completion in ("fine", name, "fine", "fine")]
     config.weights["length"] = 1.0
     with RewardPool(config) as pool:
-        scores = pool.score(completions, [{}] * len(completions))
-        again = pool.score(["fine"] * 40, [{}] * 40)
+        scores = score(pool, completions)
+        again = score(pool, ["fine"] * 40)
     assert scores.components["naughty"] == [0.0 if c in FAILURES else 1.0 for c in completions]
     assert scores.components["length"] == [float(len(c)) for c in completions]
     assert [f.completion for f in scores.failures] == list(FAILURES)
+    assert [bool(grade.failures) for grade in scores.grades] == [c in FAILURES for c in completions]
     for failure in scores.failures:
         kind, message = FAILURES[failure.completion]
         assert (failure.kind, failure.reward) == (kind, "naughty"), failure
         assert re.search(message, failure.message), failure
-        assert completions[failure.index] == failure.completion
         assert len(failure.message) < 6000
     assert again.failures == []
     assert again.components["naughty"] == [1.0] * 40
@@ -256,9 +258,8 @@ def test_every_failure_costs_its_own_grade_and_no_other(config):
 def test_a_batch_of_only_timeouts_is_bounded(config):
     config.timeout_seconds = 0.2  # nothing here is expected to make it
     with RewardPool(config) as pool:
-        scores = pool.score(["sleep"] * 6, [{}] * 6)
-    assert [f.kind for f in scores.failures] == ["timeout"] * 6
-    assert [f.index for f in scores.failures] == list(range(6))
+        scores = score(pool, ["sleep"] * 6)
+    assert [[f.kind for f in grade.failures] for grade in scores.grades] == [["timeout"]] * 6
     # 6 grades of 0.2 seconds on 2 workers, and the start of as many new ones on a busy machine.
     assert scores.seconds < 10
 
@@ -266,100 +267,84 @@ def test_a_batch_of_only_timeouts_is_bounded(config):
 def test_the_time_limit_is_for_one_grade_not_for_a_chunk(config):
     config.processes = 1
     with RewardPool(config) as pool:
-        scores = pool.score(["nap"] * 5, [{}] * 5)
+        scores = score(pool, ["nap"] * 5)
     assert scores.failures == []
     assert scores.seconds > 5 * 0.3
 
 
 def test_numbers_that_are_not_floats(config):
     with RewardPool(config) as pool:
-        scores = pool.score(["true", "fraction"], [{}, {}])
-    assert scores.total == [1.0, 0.5]
-    assert scores.failures == []
+        scores = score(pool, ["true", "fraction"])
+    assert (scores.total, scores.failures) == ([1.0, 0.5], [])
 
 
-def test_what_a_reward_prints_and_reads_is_not_the_protocol(config, capsys):
-    config.processes = 1
-    config.timeout_seconds = 60.0
-    with RewardPool(config) as pool:
-        scores = pool.score(["print", "child", "chatty", "stdin", "fine"], [{}] * 5)
-        pool.score(["fine"], [{}])
-    assert scores.failures == []
-    assert scores.total == [1.0, 1.0, 1.0, 0.0, 1.0]
+def test_what_a_reward_prints_and_reads_is_not_the_protocol(patient, capsys):
+    patient.processes = 1
+    with RewardPool(patient) as pool:
+        scores = score(pool, ["print", "child", "chatty", "stdin", "fine"])
+        score(pool, ["fine"])
+    assert (scores.total, scores.failures) == ([1.0, 1.0, 1.0, 0.0, 1.0], [])
     stderr = capsys.readouterr().err
-    for text in ("hello from print", "hello from write", "hello from child"):
-        assert text in stderr
+    assert all(f"hello from {source}" in stderr for source in ("print", "write", "child"))
 
 
-def test_rows_and_completions_of_any_kind_survive(config, file):
-    numpy = pytest.importorskip("numpy")
-    config.weights = {"length": 1.0, "row": 1.0}
-    config.timeout_seconds = 60.0  # the first numpy value makes the worker import numpy
+def test_rows_and_completions_of_any_kind_survive(patient):
+    patient.weights = {"length": 1.0, "row": 1.0}
+    # The first numpy value makes the worker import numpy.
     rows = [{"value": numpy.float32(2.5), "other": {1, 2}, "bytes": b"\xff"}, {"value": 1}]
-    with RewardPool(config) as pool:
-        scores = pool.score(["\ud800\x00\n", "é" * 1_000_000], rows)
+    with RewardPool(patient) as pool:
+        scores = score(pool, ["\ud800\x00\n", "é" * 1_000_000], rows)
     assert scores.components == {"length": [3.0, 1e6], "row": [2.5, 1.0]}
 
 
-def test_a_worker_that_dies_between_batches_is_replaced_unblamed(config):
-    config.processes = 1
-    config.timeout_seconds = 60.0
-    with RewardPool(config) as pool:
-        pid = int(pool.score(["pid"], [{}]).total[0])
+def test_a_worker_that_dies_between_batches_is_replaced_unblamed(patient):
+    patient.processes = 1
+    with RewardPool(patient) as pool:
+        pid = int(score(pool, ["pid"]).total[0])
         os.kill(pid, signal.SIGKILL)
         # Its last thread closes its pipes, which can be after /proc calls it a zombie.
         assert select.select([pool._workers[0].process.stdout], [], [], 30.0)[0]
-        scores = pool.score(["fine"] * 20, [{}] * 20)
-    assert scores.failures == []
-    assert scores.total == [1.0] * 20
+        scores = score(pool, ["fine"] * 20)
+    assert (scores.total, scores.failures) == ([1.0] * 20, [])
 
 
 def test_close_ends_the_workers_and_what_they_started(config):
     config.processes = 1
     pool = RewardPool(config)
-    pid = int(pool.score(["pid"], [{}]).total[0])
+    pid = int(score(pool, ["pid"]).total[0])
     assert alive(pid)
     pool.close()
     pool.close()
     assert not alive(pid)
     with pytest.raises(RuntimeError, match="closed"):
-        pool.score(["fine"], [{}])
+        pool.submit("fine", {})
 
 
 def test_a_timeout_ends_what_the_reward_started(config):
     with RewardPool(config) as pool:
         before = sleepers()
-        scores = pool.score(["grandchild"], [{}])
+        scores = score(pool, ["grandchild"])
         started = sleepers() - before
     assert [f.kind for f in scores.failures] == ["timeout"]
     assert wait_until_gone(list(started)) == []
 
 
 def sleepers() -> set[int]:
+    """The ids of all processes `sleep 60`."""
     found = set()
     for entry in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
+        with contextlib.suppress(OSError):
             if entry.read_bytes() == b"sleep\x0060\x00":
                 found.add(int(entry.parent.name))
-        except OSError:
-            continue
     return found
 
 
-def test_an_interrupted_batch_leaves_no_answers_to_the_next(config, monkeypatch):
+def test_answers_that_nobody_waits_for_do_not_reach_the_next_batch(config):
     config.weights = {"length": 1.0}
     with RewardPool(config) as pool:
-        submit = pool.submit
-
-        def interrupted(completion, row):
-            if completion == "stop":
-                raise KeyboardInterrupt
-            return submit(completion, row)
-
-        monkeypatch.setattr(pool, "submit", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            pool.score([*["x" * 50] * 10, "stop"], [{}] * 11)
-        assert pool.score(["x" * n for n in range(40)], [{}] * 40).total == list(range(40))
+        for _ in range(10):
+            pool.submit("x" * 50, {})
+        assert score(pool, ["x" * n for n in range(40)]).total == list(range(40))
 
 
 @pytest.mark.parametrize(
@@ -375,10 +360,9 @@ def test_a_worker_that_cannot_start_is_an_error_with_its_stderr(tmp_path, source
     file = tmp_path / "broken.py"
     file.write_text(source)
     config = RewardsConfig(weights={"countdown": 1.0}, files=[str(file)])
-    timeout = 1.0 if "sleep" in source else 60.0
     started = time.monotonic()
     with pytest.raises(RuntimeError, match=message):
-        RewardPool(config, start_timeout_seconds=timeout)
+        RewardPool(config, start_timeout_seconds=1.0 if "sleep" in source else 60.0)
     assert time.monotonic() - started < 20
 
 
@@ -391,19 +375,15 @@ def test_workers_start_whatever_the_directory_and_do_not_import_the_main_script(
         "sys.path.remove(os.environ['PYTHONPATH'])\n"
         "config = rewards.RewardsConfig(weights={'countdown': 1.0}, processes=1)\n"
         "pool = rewards.RewardPool(config)\n"
-        "scores = pool.score(['<answer>1+2</answer>'], [{'numbers': [1, 2], 'target': 3}])\n"
-        "print(scores.total)\n"
+        "print(pool.submit('<answer>1+2</answer>', {'numbers': [1, 2], 'target': 3}).result().total)\n"
     )
-    package = Path(rewards.__file__).parent
-    env = dict(os.environ, PYTHONPATH=str(package.parent))
     trap = tmp_path / "trap"
     trap.mkdir()
     (trap / "json.py").write_text("raise ImportError('not the json of the standard library')")
-    for directory in (tmp_path, package, trap):
-        done = subprocess.run(
-            [sys.executable, str(script)], cwd=directory, env=env, capture_output=True, text=True, timeout=60
-        )
-        assert done.stdout == "main script imported\n[1.0]\n", done.stderr
+    for directory in (tmp_path, PACKAGE, trap):
+        command = [sys.executable, str(script)]
+        done = subprocess.run(command, cwd=directory, env=ENVIRONMENT, capture_output=True, text=True, timeout=60)
+        assert done.stdout == "main script imported\n1.0\n", done.stderr
 
 
 PARENT = """
@@ -411,7 +391,8 @@ import sys, rewards
 config = rewards.RewardsConfig(weights={"naughty": 1.0}, files=[sys.argv[1]], processes=3, timeout_seconds=TIMEOUT)
 pool = rewards.RewardPool(config)
 print(*[worker.process.pid for worker in pool._workers], flush=True)
-print(pool.score(sys.argv[2:], [{}] * len(sys.argv[2:])).total, flush=True)
+for completion in sys.argv[2:]:
+    pool.submit(completion, {}).result()
 sys.stdin.read()
 """
 
@@ -422,18 +403,10 @@ sys.stdin.read()
 def test_nothing_outlives_a_parent_that_is_killed(file, busy_with, timeout):
     """Idle, asleep, with a child of its own, and in C code that never lets another thread run."""
     before = sleepers()
-    env = dict(os.environ, PYTHONPATH=str(Path(rewards.__file__).parent.parent))
-    parent = subprocess.Popen(
-        [sys.executable, "-c", PARENT.replace("TIMEOUT", str(timeout)), file, *busy_with],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env=env,
-        text=True,
-    )
-    with parent:
-        pids = [int(pid) for pid in parent.stdout.readline().split()]
-        assert len(pids) == 3
-        assert all(map(alive, pids))
+    command = [sys.executable, "-c", PARENT.replace("TIMEOUT", str(timeout)), file, *busy_with]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=ENVIRONMENT, text=True) as parent:
+        pids = list(map(int, parent.stdout.readline().split()))
+        assert [alive(pid) for pid in pids] == [True] * 3
         time.sleep(0.5)
         started = sleepers() - before
         assert bool(started) == (busy_with == ["grandchild"])

@@ -47,12 +47,10 @@ def test_a_file_dropped_into_the_folder_is_all_it_takes(tmp_path):
         "import rewards\n"
         "assert rewards.names() == ['countdown', 'math', 'polite'], rewards.names()\n"
         "assert rewards.get('polite', bonus=2.0)('yes please', {}) == 2.0\n"
-        "config = rewards.RewardsConfig(weights={'polite': 1.0}, processes=1)\n"
-        "with rewards.RewardPool(config) as pool:\n"
-        "    assert pool.score(['please', 'no'], [{}, {}]).total == [1.0, 0.0]\n"
+        "with rewards.RewardPool(rewards.RewardsConfig(weights={'polite': 1.0}, processes=1)) as pool:\n"
+        "    assert [pool.submit(text, {}).result().total for text in ('please', 'no')] == [1.0, 0.0]\n"
     )
-    done = run(code, tmp_path)
-    assert done.returncode == 0, done.stderr
+    assert run(code, tmp_path).returncode == 0
 
 
 def test_two_files_with_one_name_are_both_named(tmp_path):
@@ -74,8 +72,7 @@ def test_importing_the_package_and_looking_up_names_is_light():
         "heavy = {'torch', 'numpy', 'sympy', 'math_verify', 'omegaconf', 'grpo', 'workers', 'trainer'}\n"
         "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
     )
-    done = run(code, PACKAGE.parent)
-    assert done.returncode == 0, done.stderr
+    assert run(code, PACKAGE.parent).returncode == 0
 
 
 def test_names_and_needs():
@@ -132,18 +129,12 @@ def write(tmp_path: Path, source: str) -> str:
 
 def test_a_valid_config_passes(registered, tmp_path):
     file = write(tmp_path, "@register('own', needs=('hint',))\ndef own(completion, row, *, scale=1.0): return scale\n")
-    config = RewardsConfig(
-        weights={"countdown": 1.0, "own": -0.5, "math": 0.0},
-        options={"countdown": {"valid": 0.0}, "own": {}},
-        files=[file],
-    )
+    weights, options = {"countdown": 1.0, "own": -0.5, "math": 0.0}, {"countdown": {"valid": 0.0}, "own": {}}
+    config = RewardsConfig(weights, options, [file])
     rewards.validate(config)
     assert rewards.missing_columns(config, ["numbers", "target", "answer", "hint", "more"]) == {}
-    assert rewards.missing_columns(config, ["numbers"]) == {
-        "countdown": ["target"],
-        "own": ["hint"],
-        "math": ["answer"],
-    }
+    missing = {"countdown": ["target"], "own": ["hint"], "math": ["answer"]}
+    assert rewards.missing_columns(config, ["numbers"]) == missing
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """What the tests of whole runs share: a tiny example on disk, and the command line run in this process."""
 
 import dataclasses
+import io
 import json
 import math
 from collections.abc import Callable
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from rich.console import Console
 
 import trainer.__main__
 from examples.countdown import make_model, make_tokenizer, presets, write
@@ -40,30 +42,14 @@ def countdown(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def settings(countdown) -> dict[str, list[str]]:
     """Overrides by command, which make the shortest run that works; tracking.folder and tracking.name are missing."""
-    both = [
-        f"model.path={countdown / 'model'}",
-        "device=cpu",
-        "data.max_prompt_tokens=16",
-        "actor.learning_rate=0.003",
-        "actor.max_tokens_per_microbatch=512",
-        "checkpoint.every=0",
-    ]
-    commands = {
-        "sft": [*both, "steps=6", f"data.train={countdown / 'demonstrations.jsonl'}", "samples_per_step=8"],
-        "train": [
-            *both,
-            "steps=2",
-            f"data.train={countdown / 'train.jsonl'}",
-            f"data.eval={countdown / 'heldout.jsonl'}",
-            f"rewards.files=[{countdown / 'graders.py'}]",
-            "rewards.weights={digits: 1.0, countdown: 0.5}",
-            "rewards.processes=1",
-            "rollout.max_response_tokens=12",
-            "batch.prompts_per_step=4",
-            "batch.samples_per_prompt=4",
-        ],
-    }
-    return commands | {"prove": commands["train"]}
+    both = [f"model.path={countdown / 'model'}", "device=cpu", "data.max_prompt_tokens=16", "checkpoint.every=0"]
+    both += ["actor.learning_rate=0.003", "actor.max_tokens_per_microbatch=512"]
+    sft = [*both, "steps=6", f"data.train={countdown / 'demonstrations.jsonl'}", "samples_per_step=8"]
+    train = [*both, "steps=2", f"data.train={countdown / 'train.jsonl'}", f"data.eval={countdown / 'heldout.jsonl'}"]
+    train += [f"rewards.files=[{countdown / 'graders.py'}]", "rewards.weights={digits: 1.0, countdown: 0.5}"]
+    train += ["rewards.processes=1", "rollout.max_response_tokens=12"]
+    train += ["batch.prompts_per_step=4", "batch.samples_per_prompt=4"]
+    return {"sft": sft, "train": train, "prove": train}
 
 
 @pytest.fixture
@@ -94,6 +80,13 @@ def start(run_main, settings, tmp_path) -> Callable[..., Path]:
         return tmp_path / name
 
     return run
+
+
+def shown(renderable) -> str:
+    """What 100 columns show of it."""
+    console = Console(file=io.StringIO(), width=100)
+    console.print(renderable)
+    return console.file.getvalue()
 
 
 def rows_of(run: Path) -> list[dict]:

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 import workers.actor
+from grpo.advantages import join_rounds, keep_groups
+from grpo.algorithm import PRESETS
 from grpo.batch import jagged, make_batch
 from grpo.config import ConfigError
-from grpo.presets import PRESETS
-from grpo.resampling import join_rounds, keep_groups
 from tests.trainer.conftest import rows_of
 from trainer.algorithms import describe_algorithm, list_algorithms
 from workers.actor import ActorWorker
@@ -69,46 +69,30 @@ def test_a_run_says_what_was_changed_of_its_preset(start, capsys):
     assert (run / "config.yaml").read_text().startswith(f"# algorithm: {says}\n")
 
 
-@pytest.fixture
-def sampled(monkeypatch) -> list[int]:
-    """How many prompts each rollout of the runs to come is asked for."""
-    seen, generate = [], RolloutWorker.generate
-
-    def watched(self, prompts, *more):
-        seen.append(len(prompts))
-        return generate(self, prompts, *more)
-
-    monkeypatch.setattr(RolloutWorker, "generate", watched)
+def watched(monkeypatch, worker: type, method: str) -> list:
+    """What `method` will be given in the runs to come."""
+    seen, work = [], getattr(worker, method)
+    monkeypatch.setattr(worker, method, lambda self, given, *more: seen.append(given) or work(self, given, *more))
     return seen
+
+
+@pytest.fixture
+def sampled(monkeypatch) -> list:
+    """The prompts of the rollouts to come."""
+    return watched(monkeypatch, RolloutWorker, "generate")
 
 
 @pytest.fixture
 def learned(monkeypatch) -> list:
     """The batches of the updates to come."""
-    seen, update = [], ActorWorker.update
-
-    def watched(self, batch):
-        seen.append(batch)
-        return update(self, batch)
-
-    monkeypatch.setattr(ActorWorker, "update", watched)
-    return seen
+    return watched(monkeypatch, ActorWorker, "update")
 
 
 @pytest.mark.parametrize("rounds", [0, 1, 10])
 def test_groups_without_signal_are_replaced_within_the_bound(rounds, start, graders, sampled, learned):
-    run = start(
-        "train",
-        "run",
-        "steps=2",
-        "data.eval=null",
-        graders,
-        "rewards.weights={even: 1.0, digits: 0.0, countdown: 0.0}",
-        f"algorithm.resample_rounds={rounds}",
-        "batch.samples_per_prompt=6",
-        "batch.prompts_per_step=6",
-    )
-    rows = rows_of(run)
+    weights = "rewards.weights={even: 1.0, digits: 0.0, countdown: 0.0}"
+    sizes = ["batch.samples_per_prompt=6", "batch.prompts_per_step=6", f"algorithm.resample_rounds={rounds}"]
+    rows = rows_of(start("train", "run", "steps=2", "data.eval=null", graders, weights, *sizes))
     assert [len(batch) for batch in learned] == [36, 36]
     for row, batch in zip(rows, learned, strict=True):
         groups = batch["group"].unique()
@@ -122,7 +106,7 @@ def test_groups_without_signal_are_replaced_within_the_bound(rounds, start, grad
             assert "resampling/rounds" not in row
         assert 0 < row["groups/no_signal"] < 1
     assert len(sampled) == 2 + sum(row.get("resampling/rounds", 0) for row in rows)
-    assert sum(sampled) == (sum(row["resampling/groups"] for row in rows) if rounds else 12)
+    assert sum(map(len, sampled)) == (sum(row["resampling/groups"] for row in rows) if rounds else 12)
     if rounds == 10:
         assert all(row["resampling/filled"] == 0 for row in rows)
         assert any(row["resampling/rounds"] for row in rows)
@@ -156,13 +140,8 @@ def test_every_metric_of_a_run_is_explained_and_every_name_explained_exists(star
     page = (DOCS / "metrics.md").read_text()
     named = re.findall(r"^\| (`[^|]*`) \|", page, re.MULTILINE)
     names = [name for cell in named for name in re.findall(r"`([^`]*)`", cell)]
-    choices = [
-        "algorithm.preset=dapo",
-        "algorithm.kl_coefficient=0.1",
-        "algorithm.correction=truncate",
-        "batch.minibatches_per_step=2",
-        "actor.max_tokens_per_microbatch=64",
-    ]
+    choices = ["algorithm.preset=dapo", "algorithm.kl_coefficient=0.1", "algorithm.correction=truncate"]
+    choices += ["batch.minibatches_per_step=2", "actor.max_tokens_per_microbatch=64"]
     found = set().union(*(row.keys() for row in rows_of(start("train", "run", *choices))))
     found = {name.removeprefix("eval/") for name in found} - {"step", "accuracy"}
     patterns = {name: re.compile(re.sub("NAME|PHASE|PART", "[a-z_]+", name)) for name in names}
@@ -205,14 +184,9 @@ def test_formulas_are_those_of_the_choices():
 def run_prove(processes, *command):
     """The command on so many processes, to its end."""
     several = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    return subprocess.run(
-        [sys.executable, *(several if processes > 1 else []), *command],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "120", "PYTHONPATH": str(DOCS.parent)},
-        cwd=DOCS.parent,
-    )
+    whole = [sys.executable, *(several if processes > 1 else []), *command]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "120", "PYTHONPATH": str(DOCS.parent)}
+    return subprocess.run(whole, capture_output=True, text=True, timeout=200, env=environment, cwd=DOCS.parent)
 
 
 @pytest.mark.parametrize(("preset", "numbers"), [("grpo", (1, 2, 4)), ("gspo", (2,)), ("reinforce++", (2,))])

@@ -10,8 +10,6 @@ import pytest
 import torch
 import transformers
 
-import workers.actor
-import workers.ref
 from examples.countdown import make_model
 from grpo.config import describe
 from trainer.__main__ import settings_page
@@ -25,9 +23,8 @@ def no_weights(monkeypatch):
     def refuse(*_, **__):
         raise AssertionError("weights were loaded")
 
-    monkeypatch.setattr(workers.actor, "load_policy", refuse)
-    monkeypatch.setattr(workers.ref, "load_policy", refuse)
-    monkeypatch.setattr("trainer.trainer.make_engine", refuse)
+    for name in ("workers.actor.load_policy", "workers.ref.load_policy", "trainer.trainer.make_engine"):
+        monkeypatch.setattr(name, refuse)
 
 
 @pytest.fixture
@@ -82,7 +79,7 @@ def test_what_can_work_gets_as_far_as_loading_weights(command, run_main, setting
         (["batch.samples_per_prompt=1"], ["batch.samples_per_prompt=1", "algorithm.baseline=group_mean"]),
         (["algorithm.preset=gpso"], ["algorithm.preset='gpso'", "did you mean gspo"]),
         (["algorithm.preset=cispo", "algorithm.dual_clip=9"], ["algorithm.dual_clip=9", "algorithm.clip=cispo"]),
-        (["algorithm.clip_low=-0.1"], ["algorithm.clip_low=-0.1", "negative"]),
+        (["algorithm.clip_low=-0.1"], ["algorithm.clip_low=-0.1", "at least 0 and at most 1"]),
         (["batch.prompts_per_step=20"], ["batch.prompts_per_step=20", "16 prompts", "between 1 and 16"]),
         (["data.prompt_column=question"], ["data.prompt_column", "question", "prompt, numbers, target"]),
         (["data.template='{numbrs} to {target}'"], ["data.template", "numbrs", "did you mean numbers"]),

@@ -18,51 +18,29 @@ def launch(*arguments: str) -> None:
     subprocess.run([sys.executable, *arguments], check=True, timeout=280, env=environment, cwd=root)
 
 
+def settings_of(folder: Path, name: str, model: Path, train: Path) -> list[str]:
+    """The settings that both runs have, each in a folder of its own below `folder`."""
+    run = [f"tracking.folder={folder}", f"tracking.name={name}", "checkpoint.every=0", "device=cpu"]
+    return [*run, f"model.path={model}", f"data.train={train}", "data.max_prompt_tokens=16"]
+
+
 @pytest.fixture(scope="module")
 def warm_start(tmp_path_factory) -> Path:
     """The direct preset, and in sft/model a policy that imitates its demonstrations, of which 4 in 10 are right."""
     folder = tmp_path_factory.mktemp("learning")
     write(folder, dataclasses.replace(presets()["direct"], demonstrations=16_000), seed=0)
-    settings = [
-        "steps=500",
-        "device=cpu",
-        f"model.path={folder / 'model'}",
-        f"data.train={folder / 'demonstrations.jsonl'}",
-        "data.max_prompt_tokens=16",
-        "samples_per_step=32",
-        "actor.learning_rate=0.005",
-        "actor.warmup_updates=20",
-        "actor.schedule=linear",
-        "actor.final_learning_rate=0.05",
-        "checkpoint.every=0",
-        f"tracking.folder={folder}",
-        "tracking.name=sft",
-    ]
-    launch("-m", "trainer", "sft", *settings)
+    settings = settings_of(folder, "sft", model=folder / "model", train=folder / "demonstrations.jsonl")
+    settings += ["steps=500", "samples_per_step=32", "actor.learning_rate=0.005", "actor.warmup_updates=20"]
+    launch("-m", "trainer", "sft", *settings, "actor.schedule=linear", "actor.final_learning_rate_ratio=0.05")
     return folder
 
 
 def test_grpo_on_two_tensor_parallel_processes_solves_more_held_out_problems(warm_start):
-    settings = [
-        "steps=30",
-        "device=cpu",
-        f"model.path={warm_start / 'sft/model'}",
-        f"data.train={warm_start / 'train.jsonl'}",
-        f"data.eval={warm_start / 'heldout.jsonl'}",
-        "data.max_prompt_tokens=16",
-        "rewards.weights.countdown=1",
-        "rollout.max_response_tokens=32",
-        "algorithm.prompts_per_step=32",
-        "algorithm.samples_per_prompt=8",
-        "actor.tensor_parallel=2",
-        "actor.learning_rate=0.001",
-        "actor.warmup_updates=5",
-        "evaluation.every=0",
-        "evaluation.samples_per_prompt=4",
-        "checkpoint.every=0",
-        f"tracking.folder={warm_start}",
-        "tracking.name=grpo",
-    ]
+    settings = settings_of(warm_start, "grpo", model=warm_start / "sft/model", train=warm_start / "train.jsonl")
+    settings += ["steps=30", "batch.prompts_per_step=32", "batch.samples_per_prompt=8"]
+    settings += ["rewards.weights.countdown=1", "rollout.max_response_tokens=32"]
+    settings += ["actor.tensor_parallel=2", "actor.learning_rate=0.001", "actor.warmup_updates=5"]
+    settings += [f"data.eval={warm_start / 'heldout.jsonl'}", "evaluation.every=0", "evaluation.samples_per_prompt=4"]
     launch("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "trainer", "train", *settings)
     rows = rows_of(warm_start / "grpo")
     assert len(rows) == 31

@@ -2,24 +2,19 @@
 
 import pytest
 import torch
-from rich.console import Console
 
 import trainer.trainer
 from grpo.config import load
-from tests.trainer.conftest import rows_of
+from tests.trainer.conftest import rows_of, shown
 from trainer.config import TrainConfig
-from trainer.controller import Controller
-from trainer.memory import job_of, measured_table, plan_table
-from workers.peaks import Peaks
+from trainer.controller import Controller, job_of, measured_table, plan_table
+from workers.memory import Peaks
 
 GIB = 2**30
 
 
-def shown(table) -> list[list[str]]:
-    console = Console(width=100)
-    with console.capture() as capture:
-        console.print(table)
-    return [line.split() for line in capture.get().splitlines()]
+def words_of(table) -> list[list[str]]:
+    return [line.split() for line in shown(table).splitlines()]
 
 
 @pytest.fixture
@@ -44,7 +39,7 @@ def test_the_settings_become_what_one_rank_deals_with(config):
 
 def test_the_plan_has_a_column_for_each_phase_and_leaves_out_what_nobody_needs():
     phases = {"rest": {"weights": 2 * GIB, "SGLang": 0, "reference": 0}, "update": {"weights": 2 * GIB, "head": GIB}}
-    lines = shown(plan_table(phases, 10 * GIB))
+    lines = words_of(plan_table(phases, 10 * GIB))
     heads = lines.index(["rest", "update"])
     assert [word for line in lines[:heads] for word in line][-3:] == ["GiB", "of", "10.0"]
     assert lines[heads + 1 :] == [["weights", "2.0", "2.0"], ["head", "1.0"], ["in", "all", "2.0", "3.0"]]
@@ -52,7 +47,7 @@ def test_the_plan_has_a_column_for_each_phase_and_leaves_out_what_nobody_needs()
 
 def test_what_was_measured_stands_beside_the_trainers_own_part_alone():
     phases = {"rest": {"weights": GIB}, "rollout": {"weights": GIB, "SGLang": 9 * GIB}, "ref": {"weights": GIB}}
-    table = shown(measured_table(phases, {"memory/rollout_peak_gib": 1.25, "memory/sync_peak_gib": 3.0}))
+    table = words_of(measured_table(phases, {"memory/rollout_peak_gib": 1.25, "memory/sync_peak_gib": 3.0}))
     assert table[1:] == [["predicted", "measured"], ["rollout", "1.0", "1.2"]]
 
 
@@ -71,8 +66,7 @@ def test_a_run_shows_its_plan_first_and_what_it_measured_after_the_second_step(s
     monkeypatch.setattr(Controller, "__init__", as_on_cuda)
     rows = rows_of(start("train", "run", "steps=3"))
     names = {f"memory/{name}_peak_gib" for name in ("sync", "rollout", "update")}
-    for row in rows[1:]:
-        assert {name for name in row if name.startswith("memory/")} == names
+    assert all({name for name in row if name.startswith("memory/")} == names for row in rows[1:])
     assert rows[1]["memory/update_peak_gib"] < rows[2]["memory/update_peak_gib"]
     out = capsys.readouterr().out
     assert out.index("Memory predicted, GiB of 10.0") < out.index("It fits.") < out.index("Memory of the trainer, GiB")

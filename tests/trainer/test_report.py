@@ -1,15 +1,14 @@
 """What a run came to: reading it back, the closing table, the learning-curve picture."""
 
-import io
 import json
 import math
 import re
 
 import pytest
 from PIL import Image
-from rich.console import Console
 
 from grpo.config import ConfigError
+from tests.trainer.conftest import shown
 from trainer import report
 from trainer.record import read_metrics
 from trainer.report import closing_table, plot
@@ -32,12 +31,6 @@ def write(folder, rows, tail=""):
     return folder
 
 
-def text_of(table):
-    console = Console(file=io.StringIO(), width=100)
-    console.print(table)
-    return console.file.getvalue()
-
-
 def test_metrics_are_read_without_a_half_last_line(tmp_path):
     run = write(tmp_path / "run", rows(), tail='{"step": 7, "reward')
     assert read_metrics(run) == list(rows())
@@ -57,7 +50,7 @@ def test_a_folder_without_metrics_is_named(tmp_path, content):
 
 
 def test_closing_table_shows_before_during_and_after(tmp_path):
-    text = text_of(closing_table(list(rows()), tmp_path / "seed0", seconds=3725.4))
+    text = shown(closing_table(list(rows()), tmp_path / "seed0", seconds=3725.4))
     lines = {line.split()[0]: line for line in text.splitlines() if line.strip()}
     assert lines["step"].split() == ["step", "accuracy", "change", "response", "length", "reward"]
     assert lines["0"].split() == ["0", "0.111", "200.5", "-", "before", "training"]
@@ -72,13 +65,13 @@ def test_closing_table_shows_before_during_and_after(tmp_path):
 
 def test_closing_table_without_evaluations_shows_the_ends():
     trained = [{"step": s, "reward/mean": 0.25, "response_length/mean": 10.0 * s} for s in (1, 2, 3)]
-    text = text_of(closing_table(trained, "run", 1.0))
+    text = shown(closing_table(trained, "run", 1.0))
     assert "No evaluation ran" in text
     assert [line.split()[0] for line in text.splitlines() if "0.250" in line] == ["1", "3"]
 
 
 def test_closing_table_of_a_single_evaluation_that_is_nan():
-    assert "before training" in text_of(closing_table([{"step": 0, "eval/accuracy": math.nan}], "run", 1.0))
+    assert "before training" in shown(closing_table([{"step": 0, "eval/accuracy": math.nan}], "run", 1.0))
 
 
 @pytest.mark.parametrize("count", [1, 3])
@@ -91,10 +84,9 @@ def test_plot_is_a_moderate_picture_with_both_curves(tmp_path, count):
         assert picture.size == (1080, 408)
         pixels = picture.convert("RGB")
         assert pixels.getpixel((1, 1)) == (255, 255, 255)
-        left = {colour for _, colour in pixels.crop((0, 0, 540, 408)).getcolors(1 << 20)}
-        right = {colour for _, colour in pixels.crop((540, 0, 1080, 408)).getcolors(1 << 20)}
-    assert (0x1F, 0x5F, 0xBF) in left
-    assert (0xB8, 0x50, 0x0F) in right
+        for left, curve in ((0, (0x1F, 0x5F, 0xBF)), (540, (0xB8, 0x50, 0x0F))):
+            panel = pixels.crop((left, 0, left + 540, 408))
+            assert curve in {colour for _, colour in panel.getcolors(1 << 20)}
 
 
 def test_the_bold_line_is_the_mean_where_all_runs_were_evaluated(tmp_path):
@@ -113,11 +105,11 @@ def test_the_bold_line_is_the_mean_where_all_runs_were_evaluated(tmp_path):
 def test_plot_refuses_what_it_cannot_draw(tmp_path):
     run = write(tmp_path / "run", rows())
     blind = write(tmp_path / "blind", [{"step": 1, "reward/mean": 0.5}])
-    with pytest.raises(ConfigError, match=r"ends in \.png"):
-        plot([run], tmp_path / "curve.jpgg")
-    with pytest.raises(ConfigError, match="blind has no eval/accuracy"):
-        plot([run, blind], tmp_path / "curve.png")
-    with pytest.raises(ConfigError, match="no run to plot"):
-        plot([], tmp_path / "curve.png")
-    with pytest.raises(ConfigError, match="Cannot write"):
-        plot([run], run / "metrics.jsonl" / "curve.png")
+    for runs, out, says in (
+        ([run], "curve.jpgg", r"ends in \.png"),
+        ([run, blind], "curve.png", "blind has no eval/accuracy"),
+        ([], "curve.png", "no run to plot"),
+        ([run], "run/metrics.jsonl/curve.png", "Cannot write"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            plot(runs, tmp_path / out)

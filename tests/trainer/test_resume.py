@@ -81,12 +81,10 @@ def test_a_run_killed_at_a_checkpoint_goes_on_as_if_it_had_not_been(where, start
     assert (killed / "samples.jsonl").read_text() == (whole / "samples.jsonl").read_text()
     # The newest two are kept, and nothing else.
     assert names_in(killed / "checkpoints") == names_in(whole / "checkpoints") == ["step-00000004", "step-00000006"]
-    weights = []
-    for run in (whole, killed):
-        assert run_main("export", run, run / "out") == 0
-        weights.append(load_file(run / "out/model.safetensors"))
-    assert weights[0].keys() == weights[1].keys()
-    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    assert all(run_main("export", run, run / "out") == 0 for run in (whole, killed))
+    weights, others = (load_file(run / "out/model.safetensors") for run in (whole, killed))
+    assert weights.keys() == others.keys()
+    assert all(torch.equal(weights[name], others[name]) for name in weights)
 
 
 def test_supervised_training_goes_on_on_any_layout(start, settings, run_main):
@@ -95,23 +93,17 @@ def test_supervised_training_goes_on_on_any_layout(start, settings, run_main):
     start("sft", "parts", "steps=3", "checkpoint.resume=true")
     assert deterministic(rows_of(parts)) == deterministic(rows_of(whole))[:3]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "trainer"]
-    place = [f"tracking.folder={parts.parent}", "tracking.name=parts", "checkpoint.resume=true"]
-    subprocess.run(
-        [*command, "sft", *settings["sft"], *place, "steps=5", "actor.tensor_parallel=2"],
-        check=True,
-        timeout=120,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        cwd=Path(__file__).parents[2],
-    )
+    command += ["sft", *settings["sft"], f"tracking.folder={parts.parent}", "tracking.name=parts"]
+    command += ["steps=5", "actor.tensor_parallel=2", "checkpoint.resume=true"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    subprocess.run(command, check=True, timeout=120, env=environment, cwd=Path(__file__).parents[2])
     start("sft", "parts", "checkpoint.resume=true")
     # Rounding alone sets them apart, where starting Adam or the order of the data again would move every digit.
     assert_rows_close(deterministic(rows_of(parts)), deterministic(rows_of(whole)), relative=1e-4)
 
 
 @pytest.mark.parametrize("model", ["model", "untied"])
-def test_an_export_is_the_policy_as_transformers_reads_it(
-    model, start, run_main, countdown, tmp_path, monkeypatch, capsys
-):
+def test_an_export_is_the_policy_for_transformers(model, start, run_main, countdown, tmp_path, monkeypatch, capsys):
     tokens = torch.randint(2, 118, (3, 12), generator=torch.Generator().manual_seed(0))
     batch = make_batch({"tokens": jagged(tokens.unbind()), "response_mask": jagged((tokens > 0).unbind())})
     for mask in batch["response_mask"].unbind():

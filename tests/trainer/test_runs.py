@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -135,15 +136,9 @@ def test_the_earlier_run_stays_where_the_new_one_cannot_begin(refusal, tmp_path,
     assert "there is no file" in refusal("run", *anew, "data.train=./none.jsonl")
     assert "samples_per_step=65" in refusal("run", *anew, "samples_per_step=65")
     (tmp_path / "run/rows.jsonl").write_text('{"prompt": "1", "response": "1"}\n' * 9)
-    inside = f"data.train={tmp_path / 'run/rows.jsonl'}"
-    assert "run/rows.jsonl is in run, which holds an earlier run and would be moved to run.previous-1" in refusal(
-        "run", *anew, inside
-    )
-
-    def refuse(*_):
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(Path, "rename", refuse)
+    inside = refusal("run", *anew, f"data.train={tmp_path / 'run/rows.jsonl'}")
+    assert "run/rows.jsonl is in run, which holds an earlier run and would be moved to run.previous-1" in inside
+    monkeypatch.setattr(Path, "rename", Mock(side_effect=PermissionError(13, "Permission denied")))
     assert "Cannot move run to run.previous-1 (Permission denied)" in refusal("run", *anew)
 
 

@@ -7,9 +7,9 @@ import os
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import nullcontext, suppress
 from pathlib import Path
-from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -18,24 +18,22 @@ import wandb
 from rich.console import Console
 
 from grpo.config import ConfigError, describe, load
+from tests.trainer.conftest import shown
 from trainer.record import read_metrics, read_rows
-from trainer.screen import Screen, remaining_seconds, sparkline
+from trainer.screen import Screen, sparkline
 from trainer.tracking import Stopwatch, Tracker, TrackingConfig
 
 
-def track(folder, start_step=0, total_steps=10, console=None, **config):
-    return Tracker(TrackingConfig(**config), folder, total_steps, {"seed": 1}, start_step, console)
+def track(folder, start_step=0, total_steps=10, **config):
+    return Tracker(TrackingConfig(**config), folder, total_steps, {"seed": 1}, start_step)
 
 
-def terminal():
-    return Console(file=io.StringIO(), force_terminal=True, width=100, _environ={"TERM": "xterm"})
-
-
-def shown(screen) -> str:
-    """What a terminal of 100 columns shows of it."""
-    console = Console(record=True, force_terminal=True, width=100, file=io.StringIO())
-    console.print(screen)
-    return console.export_text()
+@pytest.fixture
+def terminal(monkeypatch):
+    """The console of every Tracker, a terminal."""
+    console = Console(file=io.StringIO(), force_terminal=True, width=100, _environ={"TERM": "xterm"})
+    monkeypatch.setattr("trainer.tracking.Console", lambda **_: console)
+    return console
 
 
 def steps_in(folder) -> list[int]:
@@ -66,8 +64,8 @@ def test_resume_has_each_step_exactly_once(tmp_path):
         for step in range(4, 8):
             tracker.log(step, {"reward/mean": 9.0})
             tracker.samples(step, [{"prompt": "q"}])
-    assert steps_in(tmp_path) == list(range(8))
-    assert [row["reward/mean"] for row in read_rows(tmp_path / "metrics.jsonl")] == [0, 1, 2, 3, 9, 9, 9, 9]
+    rewards = [(row["step"], row["reward/mean"]) for row in read_rows(tmp_path / "metrics.jsonl")]
+    assert rewards == list(enumerate([0, 1, 2, 3, 9, 9, 9, 9]))
     assert [row["prompt"] for row in read_rows(tmp_path / "samples.jsonl")] == ["p"] * 4 + ["q"] * 4
 
 
@@ -138,7 +136,7 @@ def wandb_inits(no_wandb_login, monkeypatch) -> list[dict]:
         inits.append(arguments)
         if arguments["mode"] == "online":
             raise ConnectionError("no network\nand much more")
-        return SimpleNamespace(dir="kept/files", define_metric=lambda *_, **__: None, finish=lambda **_: None)
+        return Mock(dir="kept/files")
 
     inits: list[dict] = []
     monkeypatch.setattr("wandb.init", init)
@@ -151,7 +149,7 @@ def test_wandb_without_a_login_runs_offline_even_on_a_terminal(tmp_path, no_wand
 import sys
 from pathlib import Path
 from trainer.tracking import Tracker, TrackingConfig
-with Tracker(TrackingConfig(wandb=True), Path(sys.argv[1]), 2, {"seed": 1}) as tracker:
+with Tracker(TrackingConfig(wandb=True), Path(sys.argv[1]), 2, {"seed": 1}, 0) as tracker:
     tracker.log(0, {"eval/accuracy": 0.5})
     tracker.log(1, {"reward/mean": 0.1234, "response_length/mean": 12.5})
 """
@@ -165,11 +163,9 @@ with Tracker(TrackingConfig(wandb=True), Path(sys.argv[1]), 2, {"seed": 1}) as t
     )
     os.close(theirs)
     screen = b""
-    try:
+    with suppress(OSError):  # how Linux says that the other end was closed
         while chunk := os.read(ours, 65536):
             screen += chunk
-    except OSError:  # How Linux says that the other end was closed.
-        pass
     os.close(ours)
     text = screen.decode()
     assert process.wait(timeout=60) == 0, text
@@ -180,10 +176,8 @@ with Tracker(TrackingConfig(wandb=True), Path(sys.argv[1]), 2, {"seed": 1}) as t
 
 
 def test_a_failing_wandb_warns_once_and_the_run_goes_on(tmp_path, no_wandb_login, monkeypatch, capsys):
-    def fail(*_, **__):
-        raise ConnectionError("service is gone")
-
-    broken = SimpleNamespace(dir="somewhere/files", define_metric=lambda *_, **__: None, log=fail, finish=fail)
+    broken = Mock(dir="somewhere/files")
+    broken.log.side_effect = broken.finish.side_effect = ConnectionError("service is gone")
     monkeypatch.setattr("wandb.init", lambda **_: broken)
     with track(tmp_path, wandb=True) as tracker:
         for step in range(3):
@@ -193,8 +187,7 @@ def test_a_failing_wandb_warns_once_and_the_run_goes_on(tmp_path, no_wandb_login
 
 
 @pytest.mark.parametrize(
-    ("mode", "tried"),
-    [(None, ["online", "offline"]), ("offline", ["offline"]), ("disabled", ["disabled"])],
+    ("mode", "tried"), [(None, ["online", "offline"]), ("offline", ["offline"]), ("disabled", ["disabled"])]
 )
 def test_wandb_goes_offline_when_the_mode_asked_for_fails(tmp_path, wandb_inits, monkeypatch, capsys, mode, tried):
     if mode:
@@ -205,8 +198,8 @@ def test_wandb_goes_offline_when_the_mode_asked_for_fails(tmp_path, wandb_inits,
     # wandb refuses to start again under the id of an attempt that failed.
     assert len({arguments["id"] for arguments in wandb_inits}) == len(wandb_inits)
     assert wandb_inits[-1]["dir"] == str(tmp_path)
-    assert 0 < wandb_inits[-1]["settings"].init_timeout <= 60
-    assert 0 < wandb_inits[-1]["settings"].finish_timeout <= 60
+    settings = wandb_inits[-1]["settings"]
+    assert all(0 < seconds <= 60 for seconds in (settings.init_timeout, settings.finish_timeout))
 
 
 def test_a_resumed_run_goes_on_in_the_same_wandb_run(tmp_path, wandb_inits, monkeypatch):
@@ -245,24 +238,21 @@ def test_plain_lines_are_few_and_never_miss_an_evaluation(tmp_path, capsys):
     before, middle, last, said = capsys.readouterr().out.splitlines()
     assert before.startswith("step 0/100  accuracy 0.125  eval length 99.5")
     assert middle.startswith("step 50/100  reward 0.500  accuracy 0.250  length 311.5")
-    assert last.startswith("step 100/100  ")
-    assert last.endswith("remaining 0:00:00")
+    assert (last[:14], last[-17:]) == ("step 100/100  ", "remaining 0:00:00")
     assert said == "[all] done"
 
 
-def test_remaining_time_is_the_recent_pace_without_the_first_step():
-    now = [0.0]
-    screen = Screen("run", total_steps=12, clock=lambda: now[0])
-    for step, seconds in enumerate((0.0, 5.0, 100.0, 110.0)):
+def test_remaining_time_is_the_recent_pace_without_the_first_step(monkeypatch):
+    now, remaining = [0.0], []
+    monkeypatch.setattr("trainer.screen.time.monotonic", lambda: now[0])
+    screen = Screen("run", total_steps=5)
+    # Steps 2 and 3 take 95 and 10 seconds, and 10 s of step 4 are over when it is asked again.
+    for step, seconds in ((0, 0.0), (1, 5.0), (2, 100.0), (3, 110.0), (None, 120.0), (5, 130.0)):
         now[0] = seconds
-        screen.record(step, {})
-        if step == 1:
-            assert screen.line({}).endswith("remaining -:--:--")
-    # Steps 2 and 3 took 95 and 10 seconds; 9 steps are left.
-    assert screen.line({}).endswith("remaining 0:07:52")
-    assert remaining_seconds([], 5) is None
-    assert remaining_seconds([2.0, 4.0], 5) == 15.0
-    assert remaining_seconds([2.0], 0) == 0.0
+        if step is not None:
+            screen.record(step, {})
+        remaining.append(screen.line({}).rpartition(" ")[2])
+    assert remaining == ["-:--:--", "-:--:--", "0:04:45", "0:01:45", "0:01:35", "0:00:00"]
 
 
 def test_live_view_shows_length_and_accuracy():
@@ -274,39 +264,37 @@ def test_live_view_shows_length_and_accuracy():
     lines = shown(screen).splitlines()
     assert all(len(line.rstrip()) <= 100 for line in lines)
     rows = {line.split("  ")[0]: line for line in lines}
-    assert "20/40" in rows["seed0"]
-    assert "rollout" in rows["seed0"]
+    assert all(part in rows["seed0"] for part in ("20/40", "rollout"))
     assert rows["held-out accuracy"].split()[2:4] == ["0.051", "0.789"]
-    assert rows["response length, tokens"].split()[3:5] == ["101.0", "120.0"]
-    assert "▁" in rows["response length, tokens"]
-    assert rows["response length, tokens"].rstrip().endswith("█")
+    *_, first, now, curve = rows["response length, tokens"].split()
+    assert (first, now, curve[0], curve[-1]) == ("101.0", "120.0", "▁", "█")
     assert "entropy 0.321" in lines[-1]
 
 
-def test_live_display_keeps_other_output_whole(tmp_path, monkeypatch):
+def test_live_display_keeps_other_output_whole(tmp_path, monkeypatch, terminal):
     stream = io.StringIO()
     monkeypatch.setattr("sys.stderr", stream)
-    early, handler, console = logging.getLogger("made-before-the-display"), logging.StreamHandler(), terminal()
+    early, handler = logging.getLogger("made-before-the-display"), logging.StreamHandler()
     early.addHandler(handler)
-    with track(tmp_path, console=console) as tracker:
+    with track(tmp_path) as tracker:
         with tracker.phase("update"):
             tracker.log(1, {"reward/mean": 0.5})
         print("a library warns", file=sys.stderr)
         early.warning("a logger warns")
         tracker.say("a [bold]message")
-        inside = console.file.getvalue()
+        inside = terminal.file.getvalue()
     early.removeHandler(handler)
     assert stream.getvalue() == ""
     assert all(text in inside for text in ("a library warns", "a logger warns", "a [bold]message"))
     assert handler.stream is stream
-    assert "response length, tokens" in console.file.getvalue()
-    assert not [text for text in ("[dim]", "step 1/10") if text in console.file.getvalue()]
+    assert "response length, tokens" in terminal.file.getvalue()
+    assert not [text for text in ("[dim]", "step 1/10") if text in terminal.file.getvalue()]
 
 
-def test_a_rollout_shows_how_far_it_is_and_how_fast_until_its_phase_ends(tmp_path, monkeypatch):
+def test_a_rollout_shows_how_far_it_is_and_how_fast_until_its_phase_ends(tmp_path, monkeypatch, terminal):
     now = [100.0]
     monkeypatch.setattr("trainer.tracking.time.monotonic", lambda: now[0])
-    with track(tmp_path, console=terminal()) as tracker, tracker.phase("evaluation"):
+    with track(tmp_path) as tracker, tracker.phase("evaluation"):
         with tracker.phase("rollout"):
             assert tracker._screen.phase == "rollout"
             assert "samples" not in shown(tracker._screen)
@@ -335,13 +323,7 @@ def test_sparkline(values, width, line):
 
 
 def test_stopwatch_adds_up_nests_and_starts_again():
-    entered = []
-
-    @contextmanager
-    def phase(name):
-        entered.append(name)
-        yield
-
+    phase = Mock(side_effect=lambda _: nullcontext())
     watch = Stopwatch(phase=phase)
     with watch("step"):
         for _ in range(2):
@@ -352,5 +334,5 @@ def test_stopwatch_adds_up_nests_and_starts_again():
     seconds = watch.metrics()
     assert list(seconds) == ["time/rollout", "time/update", "time/step"]
     assert 0.02 <= seconds["time/rollout"] <= seconds["time/step"]
-    assert entered == ["step", "rollout", "rollout", "update"]
+    assert [call.args for call in phase.call_args_list] == [("step",), ("rollout",), ("rollout",), ("update",)]
     assert watch.metrics() == {}

@@ -2,8 +2,7 @@
 
     torchrun --nproc-per-node 4 collective_probe.py OUT
 
-leaves OUT/heads-RANK.pt, OUT/transport-RANK.pt, OUT/gathered-RANK.pt,
-OUT/stealing-RANK.pt and OUT/missing-RANK.pt.
+leaves OUT/NAME-RANK.pt for each of the functions in `main`.
 """
 
 import os
@@ -32,32 +31,28 @@ PATIENCE = 3.0
 def head_problem(count: int = 37, hidden: int = 16, vocab: int = 48, seed: int = 0) -> dict[str, torch.Tensor]:
     """Hidden states, a head, targets all over the vocabulary, and a random weight of every result."""
     random = torch.Generator().manual_seed(seed)
-    return {
-        "hidden": torch.randn(count, hidden, generator=random),
-        "weight": 0.3 * torch.randn(vocab, hidden, generator=random),
-        "targets": torch.randint(0, vocab, (count,), generator=random),
-        "of_logprobs": torch.randn(count, generator=random),
-        "of_entropy": torch.randn(count, generator=random),
-    }
+    given = {"hidden": torch.randn(count, hidden, generator=random)}
+    given["weight"] = 0.3 * torch.randn(vocab, hidden, generator=random)
+    given["targets"] = torch.randint(0, vocab, (count,), generator=random)
+    return given | {name: torch.randn(count, generator=random) for name in ("of_logprobs", "of_entropy")}
 
 
 def every_dtype() -> TensorDict:
     """Eleven rows with jagged and dense fields of every type; odd numbers of bytes lie before each wide field."""
     random = torch.Generator().manual_seed(3)
     lengths = [5, 1, 3, 8, 2, 7, 1, 4, 9, 6, 3]
-    return make_batch(
-        {
-            "truncated": torch.rand(11, generator=random) < 0.5,
-            "precise": torch.rand(11, generator=random, dtype=torch.float64),
-            "response_mask": jagged([torch.rand(n, generator=random) < 0.5 for n in lengths]),
-            "tokens": jagged([torch.randint(-(2**62), 2**62, (n,), generator=random) for n in lengths]),
-            "group": torch.arange(11) + 2**40,
-            "old_logprobs": jagged([torch.randn(n, generator=random) for n in lengths]),
-            "rewards": torch.randn(11, generator=random),
-            "exact": jagged([torch.randn(n, generator=random, dtype=torch.float64) for n in lengths]),
-            "left_here": torch.arange(11),
-        }
-    )
+    fields = {
+        "truncated": torch.rand(11, generator=random) < 0.5,
+        "precise": torch.rand(11, generator=random, dtype=torch.float64),
+        "response_mask": jagged([torch.rand(n, generator=random) < 0.5 for n in lengths]),
+        "tokens": jagged([torch.randint(-(2**62), 2**62, (n,), generator=random) for n in lengths]),
+        "group": torch.arange(11) + 2**40,
+        "old_logprobs": jagged([torch.randn(n, generator=random) for n in lengths]),
+        "rewards": torch.randn(11, generator=random),
+        "exact": jagged([torch.randn(n, generator=random, dtype=torch.float64) for n in lengths]),
+        "left_here": torch.arange(11),
+    }
+    return make_batch(fields)
 
 
 class Echo(Worker):
@@ -86,22 +81,25 @@ class Echo(Worker):
         return batch
 
 
+def leaves(given: dict, temperature: float, rows: slice, settings: dict) -> tuple[torch.Tensor, Head]:
+    """The hidden states, and a head of `rows` of the weight, that gather gradients."""
+    weight = given["weight"][rows].clone().requires_grad_()
+    head = Head(weight, given["targets"], temperature, rows.start or 0, **settings)
+    return given["hidden"].clone().requires_grad_(), head
+
+
 def plain_head(given: dict, temperature: float, rows: slice = slice(None), **settings) -> dict[str, torch.Tensor]:
     """What head_logprobs answers with `rows` of the head, and the gradients of a weighted sum of its answers."""
-    hidden, weight = given["hidden"].clone().requires_grad_(), given["weight"][rows].clone().requires_grad_()
-    head = Head(weight, given["targets"], temperature, rows.start or 0, **settings)
+    hidden, head = leaves(given, temperature, rows, settings)
     logprobs, entropy = head_logprobs(hidden, head)
     (logprobs @ given["of_logprobs"] + entropy @ given["of_entropy"]).backward()
-    return {"logprobs": logprobs.detach(), "entropy": entropy.detach(), "hidden": hidden.grad, "weight": weight.grad}
+    answers = {"logprobs": logprobs.detach(), "entropy": entropy.detach()}
+    return answers | {"hidden": hidden.grad, "weight": head.weight.grad}
 
 
-def head_with_loss_inside(
-    given: dict, temperature: float, rows: slice = slice(None), **settings
-) -> dict[str, torch.Tensor]:
+def head_with_loss_inside(given: dict, temperature: float, rows: slice = slice(None), **settings) -> dict:
     """The same of head_loss, whose sum is scaled as a trainer does."""
-    hidden, weight = given["hidden"].clone().requires_grad_(), given["weight"][rows].clone().requires_grad_()
-    head = Head(weight, given["targets"], temperature, rows.start or 0, **settings)
-    seen = []
+    (hidden, head), seen = leaves(given, temperature, rows, settings), []
 
     def loss(logprobs: torch.Tensor, entropy: torch.Tensor, chunk: slice) -> torch.Tensor:
         seen.append((logprobs.detach(), entropy.detach()))
@@ -112,17 +110,15 @@ def head_with_loss_inside(
     logprobs, entropy = (torch.cat(parts) for parts in zip(*seen, strict=True))
     expected = logprobs @ given["of_logprobs"] + entropy @ given["of_entropy"]
     torch.testing.assert_close(total.detach(), expected, rtol=1e-5, atol=1e-5)
-    return {"logprobs": logprobs, "entropy": entropy, "hidden": hidden.grad / 3, "weight": weight.grad / 3}
+    return {"logprobs": logprobs, "entropy": entropy, "hidden": hidden.grad / 3, "weight": head.weight.grad / 3}
 
 
 def heads() -> dict[tuple[int, str], dict[str, torch.Tensor]]:
     """The head cut over 2 and over 4 processes: results of this rank, its gradients, and where its slice begins."""
-    results = {}
+    results, given = {}, head_problem()
     for size in (2, 4):
-        groups = [dist.new_group(list(range(start, start + size))) for start in range(0, 4, size)]
-        group, place = groups[dist.get_rank() // size], dist.get_rank() % size
-        given = head_problem()
-        count = len(given["weight"]) // size
+        group, _ = dist.new_subgroups(size)
+        count, place = len(given["weight"]) // size, dist.get_rank() % size
         rows = slice(place * count, (place + 1) * count)
         for name, way in (("plain", plain_head), ("loss inside", head_with_loss_inside)):
             results[size, name] = way(given, 0.7, rows, group=group, chunk_size=8) | {"first": rows.start}
@@ -156,17 +152,15 @@ def gathered() -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         parameters = dict(model.named_parameters())
         gatherer = Gatherer(parameters, layout, torch.float32, bucket_bytes=100)
         assert len(gatherer.plan) > 2
-        for bucket in gatherer.buckets():
-            for name, tensor in bucket.items():
-                results[f"{slices}/{name}"] = tensor.clone(), parameters[name].detach().full_tensor()
+        for name, tensor in (weight for bucket in gatherer.buckets() for weight in bucket.items()):
+            results[f"{slices}/{name}"] = tensor.clone(), parameters[name].detach().full_tensor()
     return results
 
 
 def stealing() -> list[int]:
     """Which of 60 prompts this rank took, where rank 1 is slow."""
-    store = make_store()
+    store, taken = make_store(), []
     dist.barrier()
-    taken = []
     for prompt in WorkStealing([list(range(part, 60, 4)) for part in range(4)], dist.get_rank(), store):
         taken.append(prompt)
         time.sleep(0.2 if dist.get_rank() == 1 else 0.01)
@@ -202,11 +196,8 @@ def main() -> None:
     out = Path(sys.argv[1])
     join(pick_device("cpu"), 60.0)
     rank = dist.get_rank()
-    torch.save(heads(), out / f"heads-{rank}.pt")
-    torch.save(transport(), out / f"transport-{rank}.pt")
-    torch.save(gathered(), out / f"gathered-{rank}.pt")
-    torch.save(stealing(), out / f"stealing-{rank}.pt")
-    torch.save(missing(), out / f"missing-{rank}.pt")
+    for look in (heads, transport, gathered, stealing, missing):
+        torch.save(look(), out / f"{look.__name__}-{rank}.pt")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Run by test_sglang.py and test_gpu_sglang.py under torchrun: the real SGLang behind every training layout.
 
-    torchrun --nproc-per-node N engine_probe.py MODEL OUT DEVICE DTYPE ENGINE_TP[,ENGINE_TP] REPLICATE-TENSOR[,...]
+    torchrun --nproc-per-node N -m tests.workers.engine_probe MODEL OUT DEVICE DTYPE ENGINE_TP,... REPLICATE-TENSOR,...
 
 starts an engine for each ENGINE_TP, gives it two rounds of weights from an actor on each layout, and leaves
 OUT/PARTS-TENSOR-rREPLICATE-eENGINE_TP.pt with what the controller saw. At last each rank starts a process that
@@ -21,29 +21,19 @@ from tests.workers.conftest import prompts_of
 from workers.actor import ActorConfig, ActorWorker
 from workers.engines.config import RolloutConfig
 from workers.engines.protocol import Bucket
-from workers.guards import expect_current
 from workers.models.hub import ModelConfig
-from workers.parallel.mesh import (
-    InferenceLayout,
-    TrainingLayout,
-    join,
-    leave,
-    make_inference_layout,
-    make_training_layout,
-    pick_device,
-)
+from workers.parallel import mesh
 from workers.rollout import RolloutWorker, make_engine
-from workers.sharding import ShardingManager
+from workers.sharding import ShardingManager, expect_current
 
 TEMPERATURE = 0.8
 PROMPTS = [list(range(2, 6 + i)) for i in range(8)]
 
 
-def rollout(sharding: ShardingManager, controls: bool) -> dict:
+def rollout(sharding: ShardingManager) -> dict:
     """One rollout of 4 samples a prompt, and how far its log-probabilities are from the actor's own."""
-    prompts = prompts_of(*PROMPTS) if controls else None
-    cuda = sharding.actor.layout.device.type == "cuda"
-    if cuda:
+    prompts = prompts_of(*PROMPTS) if mesh.is_controller() else None
+    if cuda := sharding.actor.layout.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
     with sharding.serving():
@@ -51,18 +41,14 @@ def rollout(sharding: ShardingManager, controls: bool) -> dict:
         samples = sharding.rollout.generate(prompts, 4)
     expect_current(samples, sharding.actor.version)
     ours = sharding.actor.compute_logprobs(samples)
-    if not controls:
-        return {"samples": None, "sync": dict(sharding.metrics)}
-    gaps = (ours["old_logprobs"].values() - samples["rollout_logprobs"].values())[samples["response_mask"].values()]
+    result = {"samples": samples, "sync": dict(sharding.metrics), "beyond": beyond}
+    if samples is None:
+        return result
+    mask = samples["response_mask"].values()
+    gaps = (ours["old_logprobs"].values() - samples["rollout_logprobs"].values())[mask].abs()
     rows = zip(samples["tokens"].unbind(), samples["response_mask"].unbind(), strict=True)
-    return {
-        "samples": samples,
-        "gap": float(gaps.abs().mean()),
-        "prompts": [row[~mask].tolist() for row, mask in rows],
-        "versions": samples["versions"].values()[samples["response_mask"].values()].unique().tolist(),
-        "sync": dict(sharding.metrics),
-        "beyond": beyond,
-    }
+    result |= {"gap": float(gaps.mean()), "versions": samples["versions"].values()[mask].unique().tolist()}
+    return result | {"prompts": [row[~mask].tolist() for row, mask in rows]}
 
 
 def learn(sharding: ShardingManager, samples) -> None:
@@ -75,19 +61,16 @@ def learn(sharding: ShardingManager, samples) -> None:
     sharding.actor.update(samples)
 
 
-def two_rounds(
-    model: ModelConfig, config: RolloutConfig, engine, engines: InferenceLayout, layout: TrainingLayout
-) -> dict:
-    controls = dist.get_rank() == 0
+def two_rounds(model: ModelConfig, worker: RolloutWorker, layout: mesh.TrainingLayout) -> dict:
     actor = ActorWorker(model, ActorConfig(learning_rate=1e-3), AlgorithmConfig(), layout, TEMPERATURE, 10)
     workers.sharding.BUCKET_BYTES = 2**20 if layout.device.type == "cpu" else 2**26  # so that there are several
-    sharding = ShardingManager(actor, RolloutWorker(config, engine, engines, (1,), seed=3))
-    first = rollout(sharding, controls)
+    sharding = ShardingManager(actor, worker)
+    first = rollout(sharding)
     before = [Bucket(bucket.flat.clone(), bucket.shapes) for bucket in sharding.weights()]
     learn(sharding, first["samples"])
-    second = rollout(sharding, controls)
+    second = rollout(sharding)
     # What the engine was given before the update is not what it holds now.
-    said = ""
+    said, engine = "", worker.engine
     engine.wake_weights()
     if engine.holds_weights:
         try:
@@ -100,35 +83,27 @@ def two_rounds(
 
 def main() -> None:
     folder, out, device, dtype, engine_sizes, layouts = sys.argv[1:]
-    device = pick_device(device)
-    join(device, 300.0)
+    device = mesh.pick_device(device)
+    mesh.join(device, 300.0)
     model = ModelConfig(path=folder, dtype=dtype)
-    options = {} if device.type == "cpu" else {"attention_backend": "triton"}
+    settings = {"temperature": TEMPERATURE, "max_response_tokens": 48, "memory_fraction": 0.3}
+    settings |= {"engine": "sglang", "release": "kv", "verify_every": 1}
+    # One prompt at a time on a CPU, so that the engines have something to hand out.
+    settings |= {"concurrent_samples": 4 if device.type == "cpu" else 64}
+    settings |= {"sglang": {} if device.type == "cpu" else {"attention_backend": "triton"}}
     for size in map(int, engine_sizes.split(",")):
-        config = RolloutConfig(
-            engine="sglang",
-            tensor_parallel=size,
-            temperature=TEMPERATURE,
-            max_response_tokens=48,
-            # One prompt at a time on a CPU, so that the engines have something to hand out.
-            concurrent_samples=4 if device.type == "cpu" else 64,
-            memory_fraction=0.3,
-            verify_every=1,
-            release="kv",
-            sglang=options,
-        )
-        engines = make_inference_layout(device, size)
+        config, engines = RolloutConfig(tensor_parallel=size, **settings), mesh.make_inference_layout(device, size)
         engine = make_engine(model, config, engines, seed=engines.dp_rank)
         for cut in layouts.split(","):
             replicate, tensor = map(int, cut.split("-"))
-            layout = make_training_layout(device, replicate, tensor)
-            result = two_rounds(model, config, engine, engines, layout)
-            if dist.get_rank() == 0:
+            layout = mesh.make_training_layout(device, replicate, tensor)
+            result = two_rounds(model, RolloutWorker(config, engine, engines, (1,), seed=3), layout)
+            if mesh.is_controller():
                 torch.save(result, Path(out) / f"{layout.dp_size}-{tensor}-r{replicate}-e{size}.pt")
         engine.shutdown()
     bystander = subprocess.Popen(["sleep", "60"])
     Path(out, f"bystander-{dist.get_rank()}").write_text(str(bystander.pid))
-    leave()
+    mesh.leave()
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Run by test_layouts.py under torchrun: one step of every model kind on every layout of this many processes.
+"""Run by test_layouts.py under torchrun: one step of every model kind on layouts of this many processes.
 
-    torchrun --nproc-per-node N -m tests.workers.layout_probe MODELS OUT REPLICATE,TENSOR[,compiled] ...
+    torchrun --nproc-per-node N -m tests.workers.layout_probe MODELS OUT LAYOUT ...
 
-leaves OUT/KIND-DP_SIZE-TP_SIZE-rREPLICATE[-compiled].pt with what the controller saw.
+A LAYOUT is DP_SIZE-TP_SIZE-rREPLICATE[-compiled]. Leaves OUT/KIND-LAYOUT.pt with what the controller saw.
 """
 
 import functools
@@ -19,14 +19,13 @@ from tests.workers.conftest import prompts_of
 from workers.actor import ActorConfig, ActorWorker
 from workers.engines.config import RolloutConfig
 from workers.engines.torch_engine import TorchEngine
-from workers.guards import expect_current
 from workers.models.hub import ModelConfig
 from workers.parallel import mesh, policy
 from workers.parallel.mesh import TrainingLayout, is_controller
 from workers.parallel.policy import PREFIX, SMALLEST_UNIT
 from workers.ref import RefWorker
 from workers.rollout import RolloutWorker
-from workers.sharding import ShardingManager
+from workers.sharding import ShardingManager, expect_current
 
 TEMPERATURE = 0.8
 ALGORITHM = AlgorithmConfig(aggregate="token_mean", kl_coefficient=0.1, entropy_coefficient=0.01)
@@ -38,19 +37,12 @@ def ragged_batch(seed: int = 1):
     """24 samples of 6 prompts, lengths 6 to 40, off-policy enough that some ratios are clipped."""
     random = torch.Generator().manual_seed(seed)
     lengths = torch.randint(6, 41, (24,), generator=random).tolist()
-    tokens = [torch.randint(2, 118, (n,), generator=random) for n in lengths]
+    fields = {"tokens": jagged([torch.randint(2, 118, (n,), generator=random) for n in lengths])}
     mask = [torch.arange(n) >= 4 for n in lengths]
-    noise = [0.3 * torch.randn(n, generator=random) for n in lengths]
-    advantages = torch.randn(24, generator=random)
-    batch = make_batch(
-        {
-            "tokens": jagged(tokens),
-            "response_mask": jagged(mask),
-            "advantages": jagged([a * m for a, m in zip(advantages, mask, strict=True)]),
-            "group": torch.arange(24) // 4,
-        }
-    )
-    return batch, jagged(noise)
+    noise = jagged([0.3 * torch.randn(n, generator=random) for n in lengths])
+    advantages = jagged([a * m for a, m in zip(torch.randn(24, generator=random), mask, strict=True)])
+    fields |= {"response_mask": jagged(mask), "advantages": advantages, "group": torch.arange(24) // 4}
+    return make_batch(fields), noise
 
 
 def make_off_policy(batch, noise: torch.Tensor) -> None:
@@ -58,11 +50,6 @@ def make_off_policy(batch, noise: torch.Tensor) -> None:
     if batch is not None:
         batch["rollout_logprobs"], mask = batch["old_logprobs"], batch["response_mask"]
         batch["old_logprobs"] = with_values(mask, batch["old_logprobs"].values() + noise.values() * mask.values())
-
-
-def traced_graphs() -> int:
-    """How many graphs torch.compile has traced since it was reset."""
-    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
@@ -98,26 +85,31 @@ def train(actor: ActorWorker, reference: RefWorker) -> dict:
     return result | {"gradient_means": {name: full(mean) for name, mean in means.items()}}
 
 
-def serve(actor: ActorWorker, weights: dict[str, torch.Tensor]) -> dict:
-    """One sync and one rollout: what the controller knows of them, and whether every engine holds `weights`."""
+def roll_out(actor: ActorWorker, reference: RefWorker | None = None, dtype: str = "auto"):
+    """One sync and one rollout: the engine, the samples, and how far its log-probabilities are from the actor's."""
     layout = mesh.make_inference_layout(actor.layout.device)
-    engine = TorchEngine(ModelConfig(path=actor.policy.causal_lm.config.name_or_path), layout.device)
+    engine = TorchEngine(ModelConfig(path=actor.policy.causal_lm.config.name_or_path, dtype=dtype), layout.device)
     rollout = RolloutWorker(RolloutConfig(max_response_tokens=12), engine, layout, (1,), seed=3)
     prompts = prompts_of(*(range(2, 6 + i) for i in range(8))) if is_controller() else None
-    with ShardingManager(actor, rollout).serving():
+    with ShardingManager(actor, rollout, reference).serving():
         samples = rollout.generate(prompts, 2, TEMPERATURE)
     expect_current(samples, actor.version)
     again = actor.compute_logprobs(samples)
+    if samples is None:
+        return engine, None, None
+    return engine, samples, (again["old_logprobs"].values() - samples["rollout_logprobs"].values()).abs().max()
+
+
+def serve(actor: ActorWorker, weights: dict[str, torch.Tensor]) -> dict:
+    """What the controller knows of one rollout, and whether every engine holds `weights`."""
+    engine, samples, gap = roll_out(actor)
     same = torch.tensor(float(all(torch.equal(weights[name], tensor) for name, tensor in engine.weights.items())))
     dist.all_reduce(same, op=dist.ReduceOp.MIN)
     if samples is None:
         return {}
-    return {
-        "engine_holds_the_weights": bool(same),
-        "rollout_gap": (again["old_logprobs"].values() - samples["rollout_logprobs"].values()).abs().max(),
-        "rollout_prompts": [row[: 4 + i // 2].tolist() for i, row in enumerate(samples["tokens"].unbind())],
-        "version": (int(samples["versions"].values().max()), actor.version),
-    }
+    prompts = [row[: 4 + i // 2].tolist() for i, row in enumerate(samples["tokens"].unbind())]
+    version = (int(samples["versions"].values().max()), actor.version)
+    return {"engine_holds_the_weights": bool(same), "rollout_gap": gap, "rollout_prompts": prompts, "version": version}
 
 
 def step(kind: str, models: Path, layout: TrainingLayout, compiled: bool) -> dict:
@@ -125,36 +117,33 @@ def step(kind: str, models: Path, layout: TrainingLayout, compiled: bool) -> dic
 
     "graphs": how many torch.compile had traced by then, and where layers are compiled after two updates more.
     """
+    torch._dynamo.reset()
+    traced = torch._dynamo.utils.counters
+    traced.clear()
     actor, reference = make_workers(kind, models, layout, compiled)
     result = train(actor, reference)
-    result |= serve(actor, result["weights"])
-    result["graphs"] = [traced_graphs()]
+    result |= serve(actor, result["weights"]) | {"graphs": [traced["stats"]["unique_graphs"]]}
     if compiled:
         for seed in (2, 3):
             actor.sft_update(weigh_tokens(ragged_batch(seed)[0] if is_controller() else None, ALGORITHM))
-        result["graphs"].append(traced_graphs())
+        result["graphs"].append(traced["stats"]["unique_graphs"])
     return result
 
 
 def main() -> None:
-    models, out = Path(sys.argv[1]), Path(sys.argv[2])
+    models, out, *layouts = sys.argv[1:]
     device = mesh.pick_device("cpu")
     mesh.join(device, 120.0)
     # All passes of torch.compile but the slow last, which makes kernels of what was traced; and never eager instead.
     torch.compile = functools.partial(torch.compile, backend="aot_eager_decomp_partition")
     torch._dynamo.config.fail_on_recompile_limit_hit = True
-    for cut in sys.argv[3:]:
-        replicate, tensor, *compiled = cut.split(",")
-        layout = mesh.make_training_layout(device, int(replicate), int(tensor))
-        for folder in sorted((models / "policy").iterdir()):
-            torch._dynamo.reset()
-            torch._dynamo.utils.counters.clear()
-            if compiled and folder.name not in COMPILED:
-                continue
-            result = step(folder.name, models, layout, bool(compiled))
+    for name in layouts:
+        _, tensor, replicate, *compiled = name.split("-")
+        layout = mesh.make_training_layout(device, int(replicate.removeprefix("r")), int(tensor))
+        for kind in COMPILED if compiled else sorted(folder.name for folder in Path(models, "policy").iterdir()):
+            result = step(kind, Path(models), layout, bool(compiled))
             if is_controller():
-                name = "-".join([folder.name, str(layout.dp_size), tensor, f"r{replicate}", *compiled])
-                torch.save(result, out / f"{name}.pt")
+                torch.save(result, Path(out, f"{kind}-{name}.pt"))
     mesh.leave()
 
 

@@ -12,21 +12,15 @@ import torch
 import torch.distributed as dist
 
 from grpo.algorithm import AlgorithmConfig
-from tests.workers.conftest import prompts_of
-from tests.workers.layout_probe import TEMPERATURE, full, make_off_policy, ragged_batch
+from tests.workers.layout_probe import TEMPERATURE, full, make_off_policy, ragged_batch, roll_out
 from workers.actor import ActorConfig, ActorWorker
-from workers.engines.config import RolloutConfig
-from workers.engines.torch_engine import TorchEngine
 from workers.models.hub import ModelConfig
 from workers.parallel import policy
 from workers.parallel.lora import LoraConfig, adapters_of
-from workers.parallel.mesh import TrainingLayout, join, leave, make_inference_layout, make_training_layout, pick_device
+from workers.parallel.mesh import TrainingLayout, is_controller, join, leave, make_training_layout, pick_device
 from workers.ref import RefWorker
-from workers.rollout import RolloutWorker
-from workers.sharding import ShardingManager
 
-# Two shards cannot have as many rows of A each.
-LORA = LoraConfig(rank=3, alpha=6.0)
+LORA = LoraConfig(rank=3, alpha=6.0)  # two shards cannot have as many rows of A each
 
 
 def make_workers(model: ModelConfig, layout: TrainingLayout, lora: LoraConfig = LORA, minibatches: int = 2, **settings):
@@ -49,49 +43,26 @@ def whole(actor: ActorWorker) -> tuple[dict[str, torch.Tensor], dict[str, dict[s
 
 def step(model: ModelConfig, layout: TrainingLayout, engine_dtype: str = "float32") -> dict:
     """What the controller knows of a reference before and after two updates of the actor, and of the engine then."""
-    controls = dist.get_rank() == 0
     actor, reference = make_workers(model, layout)
     batch, noise = ragged_batch()
-    batch = batch if controls else None
-    start = whole(actor)
+    result = {"start": whole(actor)}
     # First of all, with the adapters off: what FSDP learns of the parameters at its first pass must still be right.
-    batch = actor.compute_logprobs(reference.compute_logprobs(batch))
-    fresh = batch.copy() if controls else None
+    batch = actor.compute_logprobs(reference.compute_logprobs(batch if is_controller() else None))
+    fresh = batch.copy() if is_controller() else None
     make_off_policy(batch, noise)
-    metrics = actor.update(batch)
-    end = whole(actor)
-    means = [actor.optimizer.state[p]["exp_avg"].full_tensor() for p in actor.parameters if p.requires_grad]
+    result |= {"metrics": actor.update(batch), "end": whole(actor)}
+    result["means"] = [actor.optimizer.state[p]["exp_avg"].full_tensor() for p in actor.parameters if p.requires_grad]
 
-    engine = TorchEngine(ModelConfig(path=model.path, dtype=engine_dtype), layout.device)
-    rollout = RolloutWorker(
-        RolloutConfig(max_response_tokens=12), engine, make_inference_layout(layout.device), (1,), 3
-    )
-    sharding = ShardingManager(actor, rollout, reference)
-    prompts = prompts_of(*(range(2, 6 + i) for i in range(8))) if controls else None
-    with sharding.serving():
-        samples = rollout.generate(prompts, 2, TEMPERATURE)
-    again = actor.compute_logprobs(samples)
-    later = actor.compute_logprobs(batch)
-    ref_later = reference.compute_logprobs(batch)
-    synced = whole(actor)
+    engine, _, result["rollout_gap"] = roll_out(actor, reference, engine_dtype)
+    later, ref_later = actor.compute_logprobs(batch), reference.compute_logprobs(batch)
+    result |= {"synced": whole(actor), "engine": dict(engine.weights)}
     hashes = [None] * dist.get_world_size()
     dist.all_gather_object(hashes, [float(weight.double().sum()) for weight in engine.weights.values()])
-    if not controls:
+    if not is_controller():
         return {}
-    return {
-        "start": start,
-        "end": end,
-        "synced": synced,
-        "means": means,
-        "metrics": metrics,
-        "logprobs": fresh["old_logprobs"].values(),
-        "later": later["old_logprobs"].values(),
-        "ref": fresh["ref_logprobs"].values(),
-        "ref_later": ref_later["ref_logprobs"].values(),
-        "engine": dict(engine.weights),
-        "engines_agree": all(other == hashes[0] for other in hashes),
-        "rollout_gap": (again["old_logprobs"].values() - samples["rollout_logprobs"].values()).abs().max(),
-    }
+    result["engines_agree"] = all(other == hashes[0] for other in hashes)
+    result |= {"logprobs": fresh["old_logprobs"].values(), "later": later["old_logprobs"].values()}
+    return result | {"ref": fresh["ref_logprobs"].values(), "ref_later": ref_later["ref_logprobs"].values()}
 
 
 def main() -> None:
@@ -100,7 +71,7 @@ def main() -> None:
     policy.SMALLEST_UNIT = 0  # the layers are gathered one by one, as large ones are
     for replicate in sys.argv[3:]:
         result = step(ModelConfig(path=sys.argv[1]), make_training_layout(device, int(replicate), 1))
-        if dist.get_rank() == 0:
+        if is_controller():
             torch.save(result, Path(sys.argv[2]) / f"{replicate}.pt")
     leave()
 

@@ -1,6 +1,6 @@
 """Run by test_plan.py under torchrun: how many parameters each rank really holds and gathers.
 
-    torchrun --nproc-per-node N plan_probe.py MODELS OUT TENSOR [TENSOR ...]
+    torchrun --nproc-per-node N -m tests.workers.plan_probe MODELS OUT TENSOR [TENSOR ...]
 
 leaves OUT/KIND-N-TENSOR.pt with the counts of the rank that holds most.
 """
@@ -10,28 +10,25 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from workers.models.hub import ModelConfig
 from workers.parallel import policy
 from workers.parallel.mesh import TrainingLayout, join, leave, make_training_layout, pick_device
-from workers.parallel.policy import load_policy
 
 
-def local(parameter: torch.Tensor) -> int:
-    return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).numel()
+def local(module: torch.nn.Module) -> int:
+    parameters = (p.to_local() if isinstance(p, DTensor) else p for p in module.parameters())
+    return sum(parameter.numel() for parameter in parameters)
 
 
 def counts(folder: Path, layout: TrainingLayout) -> dict[str, int]:
     """Parameters of this rank: its own shards, and while all are gathered those of a layer and of what is left."""
-    model = load_policy(ModelConfig(path=str(folder)), layout)
-    shards = sum(local(parameter) for parameter in model.parameters())
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.unshard()
-    layers = [sum(map(local, layer.parameters())) for layer in model.causal_lm.model.layers]
-    whole = sum(map(local, model.parameters()))
+    model = policy.load_policy(ModelConfig(path=str(folder)), layout)
+    shards = local(model)
+    for module in model.sharded:
+        module.unshard()
+    layers, whole = [local(layer) for layer in model.causal_lm.model.layers], local(model)
     model.reshard_all()
     return {"local": shards, "layer": layers[0], "root": whole - sum(layers)}
 

@@ -51,21 +51,17 @@ def traced_alone(monkeypatch):
 def batch_of(groups=6, size=2, seed=0):
     """`size` samples of each group, of 5 to 20 tokens, whose rows tell them apart."""
     random = torch.Generator().manual_seed(seed)
-    count = groups * size
-    lengths = torch.randint(5, 21, (count,), generator=random).tolist()
+    row = torch.arange(groups * size)
+    lengths = torch.randint(5, 21, (len(row),), generator=random).tolist()
     mask = [torch.arange(n) >= 3 for n in lengths]
-    return make_batch(
-        {
-            "tokens": jagged([torch.randint(2, 117, (n,), generator=random) for n in lengths]),
-            "response_mask": jagged(mask),
-            "rollout_logprobs": jagged(
-                [-torch.rand(n, generator=random) * m for n, m in zip(lengths, mask, strict=True)]
-            ),
-            "advantages": jagged([torch.randn(1, generator=random) * m for m in mask]),
-            "group": torch.arange(count) % groups * 10 + 3,
-            "row": torch.arange(count),
-        }
-    )
+    fields = {
+        "tokens": [torch.randint(2, 117, (n,), generator=random) for n in lengths],
+        "response_mask": mask,
+        "rollout_logprobs": [-torch.rand(len(m), generator=random) * m for m in mask],
+        "advantages": [torch.randn(1, generator=random) * m for m in mask],
+    }
+    fields = {name: jagged(rows) for name, rows in fields.items()}
+    return make_batch(fields | {"group": row % groups * 10 + 3, "row": row})
 
 
 def weighed(batch):
@@ -85,6 +81,17 @@ def assert_same(ours, others):
 
 def weights_of(worker):
     return torch.cat([p.detach().full_tensor().flatten() for p in worker.policy.parameters()])
+
+
+def learned(worker, updates):
+    """The metrics of the last of some updates, and the change of the weights over all of them."""
+    before = weights_of(worker)
+    metrics = [worker.update(batch_of(seed=seed)) for seed in range(updates)]
+    return metrics[-1], weights_of(worker) - before
+
+
+def assert_same_change(ours, other):
+    torch.testing.assert_close(ours, other, rtol=0, atol=1e-3 * float(other.abs().max()))
 
 
 # learning rate
@@ -219,67 +226,55 @@ def test_the_update_does_not_depend_on_how_the_batch_was_cut(make_actor, monkeyp
         with monkeypatch.context() as patch:
             if surplus:
                 patch.setattr(microbatch_module, "pack", lambda lengths, most, **_: pack(lengths, most, at_least=14))
-            worker = make_actor(AlgorithmConfig(entropy_coefficient=0.1), max_tokens_per_microbatch=budget)
-            before = weights_of(worker)
-            metrics = {n: value for n, value in worker.update(batch_of()).items() if not n.startswith("perf/")}
-            results.append((metrics, weights_of(worker) - before))
+            algorithm = AlgorithmConfig(entropy_coefficient=0.1)
+            metrics, change = learned(make_actor(algorithm, max_tokens_per_microbatch=budget), updates=1)
+            results.append(({n: value for n, value in metrics.items() if not n.startswith("perf/")}, change))
     metrics, change = results[0]
     assert change.abs().max() > 1e-3
     for other_metrics, other_change in results[1:]:
-        torch.testing.assert_close(other_change, change, rtol=0, atol=1e-3 * float(change.abs().max()))
+        assert_same_change(other_change, change)
         assert other_metrics == pytest.approx(metrics, rel=1e-4)
+
+
+ALL_THREE = {"compile": True, "recompute": "full", "reshard": True}
 
 
 @pytest.mark.parametrize(
     "settings",
-    [
-        {"recompute": "selective"},
-        {"recompute": "full"},
-        {"reshard": True},
-        {"compile": True},
-        {"compile": True, "recompute": "full", "reshard": True},
-    ],
+    [{"recompute": "selective"}, {"recompute": "full"}, {"reshard": True}, {"compile": True}, ALL_THREE],
 )
 def test_how_it_is_computed_does_not_change_the_update(make_actor, settings, traced_alone):
-    results = []
-    for more in ({}, settings):
-        worker = make_actor(AlgorithmConfig(entropy_coefficient=0.1), **more)
-        before = weights_of(worker)
-        metrics = [worker.update(batch_of(seed=seed)) for seed in range(2)]
-        results.append((metrics[1], weights_of(worker) - before))
-    (metrics, change), (other_metrics, other_change) = results
-    torch.testing.assert_close(other_change, change, rtol=0, atol=1e-3 * float(change.abs().max()))
+    algorithm = AlgorithmConfig(entropy_coefficient=0.1)
+    metrics, change = learned(make_actor(algorithm), updates=2)
+    other_metrics, other_change = learned(make_actor(algorithm, **settings), updates=2)
+    assert_same_change(other_change, change)
     for name in ("loss", "grad_norm", "entropy"):
         assert other_metrics[name] == pytest.approx(metrics[name], rel=1e-4)
 
 
-def test_gradients_are_reduced_after_the_last_micro_batch_alone(make_actor):
-    worker, reduced = make_actor(max_tokens_per_microbatch=40), []
-
-    def count(*_):
-        # FSDP gives a shard its gradient when it has reduced it.
-        reduced.append(sum(shard.grad is not None for shard in worker.parameters))
-
-    worker.policy.register_forward_pre_hook(count)
-    worker.optimizer.register_step_pre_hook(count)
+def seen_between_micro_batches(worker, look):
+    """What `look()` finds before each forward pass of an update in more than two micro-batches, and before its step."""
+    found = []
+    worker.policy.register_forward_pre_hook(lambda *_: found.append(look()))
+    worker.optimizer.register_step_pre_hook(lambda *_: found.append(look()))
     worker.update_minibatch(weighed(batch_of()))
-    assert len(reduced) > 3
+    assert len(found) > 3
+    return found
+
+
+def test_gradients_are_reduced_after_the_last_micro_batch_alone(make_actor):
+    worker = make_actor(max_tokens_per_microbatch=40)
+    # FSDP gives a shard its gradient when it has reduced it.
+    reduced = seen_between_micro_batches(worker, lambda: sum(shard.grad is not None for shard in worker.parameters))
     assert reduced == [0] * (len(reduced) - 1) + [len(worker.parameters)]
 
 
 @pytest.mark.parametrize(("settings", "kept"), [({}, True), ({"reshard": True}, False)])
 def test_between_micro_batches_one_shard_keeps_gathered_weights_or_frees_them(make_actor, settings, kept, monkeypatch):
     monkeypatch.setattr(policy, "SMALLEST_UNIT", 0)
-    worker, gathered = make_actor(max_tokens_per_microbatch=40, **settings), []
-
-    def look(*_):
-        weight = next(worker.policy.causal_lm.model.layers[0].parameters())
-        gathered.append(not isinstance(weight, DTensor))
-
-    worker.policy.register_forward_pre_hook(look)
-    worker.optimizer.register_step_pre_hook(look)
-    worker.update_minibatch(weighed(batch_of()))
-    assert len(gathered) > 3
+    worker = make_actor(max_tokens_per_microbatch=40, **settings)
+    layer = worker.policy.causal_lm.model.layers[0]
+    gathered = seen_between_micro_batches(worker, lambda: not isinstance(next(layer.parameters()), DTensor))
     assert gathered == [False] + [kept] * (len(gathered) - 2) + [False]
 
 
@@ -463,14 +458,9 @@ leave()
 
 def test_all_ranks_skip_an_update_of_which_one_has_a_gradient_that_is_not_finite(model_config):
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"]
-    root = Path(__file__).parents[2]
-    subprocess.run(
-        [*launch, sys.executable, "-c", TWO_PROCESSES, model_config.path],
-        check=True,
-        timeout=120,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)},
-        cwd=root,
-    )
+    command, root = [*launch, sys.executable, "-c", TWO_PROCESSES, model_config.path], Path(__file__).parents[2]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
+    subprocess.run(command, check=True, timeout=120, env=environment, cwd=root)
 
 
 # gradient clipping
@@ -479,12 +469,10 @@ def test_all_ranks_skip_an_update_of_which_one_has_a_gradient_that_is_not_finite
 @pytest.mark.parametrize("longest", [1e-3, 0.5, 1e6])
 def test_clipping_is_that_of_torch_on_one_process(make_actor, layout, longest):
     worker, random = make_actor(), torch.Generator().manual_seed(4)
-    plain = []
-    for parameter in worker.parameters[:-1]:
-        gradient = torch.randn(parameter.shape, generator=random)
-        parameter.grad = DTensor.from_local(gradient.clone(), parameter.device_mesh, parameter.placements)
-        plain.append(torch.nn.Parameter(torch.zeros(parameter.shape)))
-        plain[-1].grad = gradient
+    plain = [torch.nn.Parameter(torch.zeros(parameter.shape)) for parameter in worker.parameters[:-1]]
+    for parameter, twin in zip(worker.parameters[:-1], plain, strict=True):
+        twin.grad = torch.randn(parameter.shape, generator=random)
+        parameter.grad = DTensor.from_local(twin.grad.clone(), parameter.device_mesh, parameter.placements)
     expected = torch.nn.utils.clip_grad_norm_(plain, longest)
     norm = clip_gradients(worker.parameters, longest, layout, torch.tensor(3.0))
     assert float(norm) == pytest.approx(float(expected))
@@ -494,12 +482,11 @@ def test_clipping_is_that_of_torch_on_one_process(make_actor, layout, longest):
 
 
 def test_an_update_is_clipped_but_reports_the_whole_norm(make_actor):
-    free, clipped = make_actor(max_grad_norm=1e6), make_actor(max_grad_norm=1e-3)
-    metrics = [worker.update(batch_of()) for worker in (free, clipped)]
-    assert metrics[0]["grad_norm"] == pytest.approx(metrics[1]["grad_norm"])
-    means = [
-        torch.cat([worker.optimizer.state[p]["exp_avg"].full_tensor().flatten() for p in worker.parameters])
-        for worker in (free, clipped)
-    ]
-    assert float(means[0].norm()) == pytest.approx(0.1 * metrics[0]["grad_norm"], rel=1e-4)
-    assert float(means[1].norm()) == pytest.approx(0.1 * 1e-3, rel=1e-3)
+    norms, means = [], []
+    for longest in (1e6, 1e-3):
+        worker = make_actor(max_grad_norm=longest)
+        norms.append(worker.update(batch_of())["grad_norm"])
+        states = [worker.optimizer.state[p]["exp_avg"].full_tensor().flatten() for p in worker.parameters]
+        means.append(float(torch.cat(states).norm()))
+    assert norms[0] == pytest.approx(norms[1])
+    assert means == pytest.approx([0.1 * norms[0], 0.1 * 1e-3], rel=1e-4)

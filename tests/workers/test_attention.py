@@ -1,5 +1,6 @@
 """Packed attention: every sequence is computed as if it stood alone."""
 
+import itertools
 import math
 
 import pytest
@@ -9,7 +10,7 @@ from workers.microbatch import MicroBatch
 from workers.parallel.attention import PackedSequences, packed_attention
 from workers.parallel.policy import load_policy
 
-LENGTHS = [7, 1, 12, 4, 2]
+LENGTHS, CPU = [7, 1, 12, 4, 2], torch.device("cpu")
 TEMPERATURE = 0.8
 
 
@@ -29,7 +30,7 @@ def micro_batch(sequences, mask=None):
     lengths = [len(tokens) for tokens in sequences]
     mask = torch.cat([torch.arange(length) > 0 for length in lengths]) if mask is None else mask
     fields = {"tokens": torch.cat(sequences), "response_mask": mask}
-    return MicroBatch.of(fields, lengths, torch.device("cpu"), list(range(len(lengths))))
+    return MicroBatch.of(fields, lengths, CPU, list(range(len(lengths))))
 
 
 def logprobs_of(policy, sequences):
@@ -43,36 +44,31 @@ def logprobs_of(policy, sequences):
 
 def attention_by_hand(query, key, value, scaling):
     """Causal attention of one sequence in loops: [T, heads, d] and [T, KV heads, d] in, [T, heads, d] out."""
-    length, heads, size = query.shape
-    out = torch.zeros(length, heads, size, dtype=torch.float64)
-    for head in range(heads):
-        shared = head * key.shape[1] // heads
-        for t in range(length):
-            scores = [math.exp(scaling * float(query[t, head] @ key[s, shared])) for s in range(t + 1)]
-            for s in range(t + 1):
-                out[t, head] += scores[s] / sum(scores) * value[s, shared]
+    out = torch.zeros(query.shape, dtype=torch.float64)
+    for t, head in itertools.product(*map(range, query.shape[:2])):
+        shared = head * key.shape[1] // query.shape[1]
+        scores = [math.exp(scaling * float(query[t, head] @ key[s, shared])) for s in range(t + 1)]
+        for s in range(t + 1):
+            out[t, head] += scores[s] / sum(scores) * value[s, shared]
     return out
 
 
-def projections(heads, kv_heads, size=6):
+def projections(heads, kv_heads):
     random = torch.Generator().manual_seed(1)
-    total = sum(LENGTHS)
-    shapes = [(total, count, size) for count in (heads, kv_heads, kv_heads)]
+    shapes = [(sum(LENGTHS), count, 6) for count in (heads, kv_heads, kv_heads)]
     return [torch.randn(shape, generator=random, dtype=torch.float64).requires_grad_() for shape in shapes]
 
 
-def attend(query, key, value, scaling=0.3):
-    return packed_attention(query, key, value, scaling, PackedSequences.of(LENGTHS, torch.device("cpu")))
+def attend(query, key, value):
+    return packed_attention(query, key, value, 0.3, PackedSequences.of(LENGTHS, CPU))
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (4, 4), (4, 2), (6, 1)])
 def test_attention_is_causal_within_each_sequence_and_shares_grouped_keys(heads, kv_heads):
     query, key, value = projections(heads, kv_heads)
-    out = attend(query, key, value)
-    assert out.shape == (sum(LENGTHS), heads, 6)
     pieces = zip(*(x.detach().split(LENGTHS) for x in (query, key, value)), strict=True)
     expected = torch.cat([attention_by_hand(*piece, 0.3) for piece in pieces])
-    torch.testing.assert_close(out.detach(), expected, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(attend(query, key, value).detach(), expected, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("which", range(len(LENGTHS)))
@@ -85,10 +81,9 @@ def test_no_gradient_crosses_a_border(which):
 
 
 def test_positions_begin_anew_in_each_sequence():
-    sequences = PackedSequences.of([3, 1, 2], torch.device("cpu"))
+    sequences = PackedSequences.of([3, 1, 2], CPU)
     assert sequences.positions.tolist() == [0, 1, 2, 0, 0, 1]
-    assert sequences.cu_seqlens.tolist() == [0, 3, 4, 6]
-    assert sequences.cu_seqlens.dtype == torch.int32
+    assert (sequences.cu_seqlens.tolist(), sequences.cu_seqlens.dtype) == ([0, 3, 4, 6], torch.int32)
     assert sequences.max_seqlen == 3
 
 
@@ -103,10 +98,9 @@ def test_packed_sequences_have_the_logprobs_of_transformers(policy, hf_model, se
 
 @pytest.mark.parametrize("order", [[0, 1, 2, 3, 4], [4, 3, 2, 1, 0], [2, 0, 4, 1, 3]])
 def test_the_order_of_packing_does_not_matter(policy, sequences, order):
-    packed = logprobs_of(policy, [sequences[i] for i in order])
-    for place, i in enumerate(order):
-        (alone,) = logprobs_of(policy, [sequences[i]])
-        torch.testing.assert_close(packed[place], alone, rtol=1e-6, atol=2e-6)
+    ordered = [sequences[i] for i in order]
+    alone = [logprobs_of(policy, [tokens])[0] for tokens in ordered]
+    torch.testing.assert_close(logprobs_of(policy, ordered), alone, rtol=1e-6, atol=2e-6)
 
 
 @pytest.mark.parametrize("changed", range(len(LENGTHS)))

@@ -10,21 +10,21 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from examples.countdown import make_model
 from grpo.config import ConfigError
 from workers.models.hub import ModelConfig
-from workers.parallel import attention_backend, flash4, policy
-from workers.parallel.attention import PackedSequences, packed_attention
-from workers.parallel.attention_backend import flash4_failure, why_not_flash4
+from workers.parallel import attention, attention_backend, policy
+from workers.parallel.attention import PackedSequences, flash4, packed_attention
+from workers.parallel.attention_backend import flash4_failure, why_not, why_not_flash4
 
-LENGTHS = [7, 1, 12, 4]
-CPU = torch.device("cpu")
+LENGTHS, CPU = [7, 1, 12, 4], torch.device("cpu")
 
 
-def attend(q, k, v, given):
-    assert given["causal"] is True
-    assert given["cu_seqlens_q"] is given["cu_seqlens_k"]
-    assert given["cu_seqlens_q"].dtype == torch.int32
-    lengths = given["cu_seqlens_q"].diff().tolist()
-    assert given["max_seqlen_q"] == given["max_seqlen_k"] == max(lengths)
-    return packed_attention(q, k, v, given["softmax_scale"], PackedSequences.of(lengths, CPU))
+def attend(q, k, v, *, causal, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale):
+    """What FlashAttention's kernels compute from such arguments."""
+    assert causal is True
+    assert cu_seqlens_q is cu_seqlens_k
+    assert cu_seqlens_q.dtype == torch.int32
+    lengths = cu_seqlens_q.diff().tolist()
+    assert max_seqlen_q == max_seqlen_k == max(lengths)
+    return packed_attention(q, k, v, softmax_scale, PackedSequences.of(lengths, CPU))
 
 
 @pytest.fixture
@@ -33,14 +33,14 @@ def kernels(monkeypatch):
 
     def forward(q, k, v, *, return_lse, **given):
         assert return_lse
-        return attend(q, k, v, given), torch.zeros(q.shape[1], q.shape[0]), None, None
+        return attend(q, k, v, **given), torch.zeros(q.shape[1], q.shape[0]), None, None
 
     def backward(q, k, v, out, grad, lse, **given):
         assert lse.shape == (q.shape[1], q.shape[0])
 
         def differentiate():
             inputs = [x.detach().requires_grad_() for x in (q, k, v)]
-            again = attend(*inputs, given)
+            again = attend(*inputs, **given)
             torch.testing.assert_close(again.detach(), out)
             return torch.autograd.grad(again, inputs, grad)
 
@@ -48,29 +48,19 @@ def kernels(monkeypatch):
         with ThreadPoolExecutor() as pool:
             return *pool.submit(differentiate).result(), None
 
-    monkeypatch.setattr(flash4, "kernels", lambda: (forward, backward))
-
-
-def run(attention, lengths=LENGTHS, seed=0):
-    """What `attention` gives back for random heads, and its gradients."""
-    random = torch.Generator().manual_seed(seed)
-    heads = [torch.randn(sum(lengths), n, 8, generator=random).requires_grad_() for n in (6, 2, 2)]
-    out = attention(*heads, PackedSequences.of(lengths, CPU))
-    (out * torch.randn(out.shape, generator=random)).sum().backward()
-    return out.detach(), *(x.grad for x in heads)
-
-
-def by_torch(q, k, v, sequences):
-    return packed_attention(q, k, v, 0.3, sequences)
+    monkeypatch.setattr(attention, "kernels", lambda: (forward, backward))
 
 
 def by_flash4(q, k, v, sequences):
-    return flash4.flash4(q, k, v, sequences.cu_seqlens, sequences.max_seqlen, 0.3)[0]
+    return flash4(q, k, v, sequences.cu_seqlens, sequences.max_seqlen, 0.3)[0]
 
 
 def test_what_the_kernels_compute_reaches_its_place(kernels):
-    for ours, expected in zip(run(by_flash4), run(by_torch), strict=True):
-        torch.testing.assert_close(ours, expected)
+    sequences = PackedSequences.of(LENGTHS, CPU)
+    heads = [torch.randn(sum(LENGTHS), n, 8).requires_grad_() for n in (6, 2, 2)]
+    outs = by_flash4(*heads, sequences), packed_attention(*heads, 0.3, sequences)
+    direction = torch.randn(outs[0].shape)
+    torch.testing.assert_close(*((out, *torch.autograd.grad(out, heads, direction)) for out in outs))
 
 
 def test_compiled_it_is_one_graph_for_all_lengths(kernels):
@@ -94,9 +84,15 @@ def test_compiled_it_is_one_graph_for_all_lengths(kernels):
 
 
 def test_a_cpu_has_none_and_says_so():
-    assert "not a Hopper" in why_not_flash4(ModelConfig(), make_model("qwen2").config, CPU)
+    config = make_model("qwen2").config
+    assert "not a Hopper" in why_not_flash4(ModelConfig(), config, CPU)
     with pytest.raises(ConfigError, match=r"model\.attention=flash4 cannot be: the device is not a Hopper GPU"):
-        why_not_flash4(ModelConfig(attention="flash4"), make_model("qwen2").config, CPU)
+        why_not_flash4(ModelConfig(attention="flash4"), config, CPU)
+
+
+def test_a_name_that_is_no_choice_is_refused():
+    with pytest.raises(ConfigError, match=r"model\.attention='fa3' is not a choice: use one of auto, torch, flash4"):
+        why_not_flash4(ModelConfig(attention="fa3"), make_model("qwen2").config, CPU)
 
 
 def test_a_package_that_cannot_be_imported_is_a_reason_and_no_error(monkeypatch):
@@ -105,21 +101,17 @@ def test_a_package_that_cannot_be_imported_is_a_reason_and_no_error(monkeypatch)
     def broken(name):
         raise AttributeError("module 'cutlass' has no attribute 'cute'")
 
-    monkeypatch.setattr(flash4.importlib, "import_module", broken)
-    flash4.kernels.cache_clear()
-    flash4.why_not.cache_clear()
-    assert "no attribute 'cute'" in flash4.why_not(torch.device("cuda", 7))
-    flash4.why_not.cache_clear()
+    monkeypatch.setattr(attention.importlib, "import_module", broken)
+    monkeypatch.setattr(attention_backend, "kernels", attention.kernels.__wrapped__)
+    assert "no attribute 'cute'" in why_not.__wrapped__(torch.device("cuda", 7))
 
 
-@pytest.fixture
-def failure():
+def failure() -> str:
     """flash4_failure of small heads, tried anew each time."""
-    yield lambda: flash4_failure(CPU, torch.bfloat16, 6, 2, 8)
-    flash4_failure.cache_clear()
+    return flash4_failure.__wrapped__(CPU, torch.bfloat16, 6, 2, 8)
 
 
-def test_a_trial_says_nothing_of_kernels_that_are_right(kernels, failure):
+def test_a_trial_says_nothing_of_kernels_that_are_right(kernels):
     assert failure() == ""
 
 
@@ -137,9 +129,8 @@ def fails(*_, **__):
         (fails, "kernels fail here (RuntimeError: no ptxas)"),
     ],
 )
-def test_a_trial_tells_of_a_pass_that_is_wrong_or_fails(kernels, failure, monkeypatch, broken, spoil, reason):
-    forward, backward = flash4.kernels()
-    right = []
+def test_a_trial_tells_of_a_pass_that_is_wrong_or_fails(kernels, monkeypatch, broken, spoil, reason):
+    (forward, backward), right = attention.kernels(), []
 
     def forward_spoiled(*args, **given):
         out, *others = forward(*args, **given)
@@ -150,7 +141,7 @@ def test_a_trial_tells_of_a_pass_that_is_wrong_or_fails(kernels, failure, monkey
         grad_q, *others = backward(q, k, v, right[-1], *args, **given)
         return spoil(grad_q) if broken == "backward" else grad_q, *others
 
-    monkeypatch.setattr(flash4, "kernels", lambda: (forward_spoiled, backward_spoiled))
+    monkeypatch.setattr(attention, "kernels", lambda: (forward_spoiled, backward_spoiled))
     assert reason in failure()
 
 
@@ -173,16 +164,10 @@ def test_it_is_chosen_where_it_can_be(monkeypatch, settings, width, reason):
 
 
 def test_where_its_trial_fails_it_is_not_chosen_and_refused_where_it_was_asked_for(monkeypatch):
-    asked = []
+    asked, config = [], make_model("qwen2", heads=4, kv_heads=2, head_dim=64).config
     monkeypatch.setattr(attention_backend, "why_not", lambda device: "")
     monkeypatch.setattr(attention_backend, "flash4_failure", lambda *given: asked.append(given) or "its kernels fail")
-    config = make_model("qwen2", heads=4, kv_heads=2, head_dim=64).config
     assert why_not_flash4(ModelConfig(dtype="bfloat16"), config, CPU) == "its kernels fail"
     with pytest.raises(ConfigError, match=r"model\.attention=flash4 cannot be: its kernels fail\. Use auto or torch"):
         why_not_flash4(ModelConfig(dtype="bfloat16", attention="flash4"), config, CPU)
     assert asked == [(CPU, torch.bfloat16, 4, 2, 64)] * 2
-
-
-def test_a_name_that_is_no_choice_is_refused():
-    with pytest.raises(ConfigError, match=r"model\.attention='fa3' is not a choice: use one of auto, torch, flash4"):
-        why_not_flash4(ModelConfig(attention="fa3"), make_model("qwen2").config, CPU)

@@ -15,20 +15,20 @@ from tests.workers.conftest import prompts_of
 from workers.actor import ActorConfig, ActorWorker
 from workers.engines.config import RolloutConfig
 from workers.engines.torch_engine import TorchEngine
-from workers.guards import expect_current
 from workers.microbatch import MicroBatch
 from workers.models.hub import ModelConfig
 from workers.parallel import logprobs as logprobs_module
 from workers.parallel.attention import PackedSequences, packed_attention
-from workers.parallel.flash4 import why_not
+from workers.parallel.attention_backend import why_not
 from workers.parallel.logprobs import Head, head_logprobs, head_loss
 from workers.parallel.mesh import join, make_inference_layout, make_training_layout, pick_device
 from workers.parallel.policy import load_policy
 from workers.rollout import RolloutWorker
-from workers.sharding import ShardingManager
+from workers.sharding import ShardingManager, expect_current
 
 pytestmark = pytest.mark.gpu
 KINDS = {"qwen2": True, "qwen3": True, "llama": False}
+LENGTHS = [5, 300, 1, 77, 128, 31]
 
 
 @pytest.fixture(scope="module")
@@ -52,33 +52,32 @@ def layouts():
     dist.destroy_process_group()
 
 
-def sequences() -> tuple[torch.Tensor, list[int], torch.Tensor]:
-    random = torch.Generator().manual_seed(0)
-    lengths = [5, 300, 1, 77, 128, 31]
-    tokens = torch.randint(2, 100, (sum(lengths),), generator=random)
-    mask = torch.cat([torch.arange(n) >= 1 for n in lengths])
-    return tokens, lengths, mask
+def random_tokens(lengths: list[int]) -> torch.Tensor:
+    return torch.randint(2, 100, (sum(lengths),), generator=torch.Generator().manual_seed(0))
 
 
-def micro_batch(device, tokens, lengths, mask):
-    fields = {"tokens": tokens, "response_mask": mask}
+def responses(lengths: list[int]) -> torch.Tensor:
+    """All tokens but the first of each sequence."""
+    return torch.cat([torch.arange(n) >= 1 for n in lengths])
+
+
+def micro_batch(device, tokens, lengths):
+    fields = {"tokens": tokens, "response_mask": responses(lengths)}
     return MicroBatch.of(fields, lengths, torch.device(device), list(range(len(lengths))))
 
 
-def logprobs(policy, device, tokens, lengths, mask):
-    micro = micro_batch(device, tokens, lengths, mask)
+def logprobs(policy, device, tokens, lengths):
+    micro = micro_batch(device, tokens, lengths)
     with torch.no_grad():
         return torch.stack([torch.cat(list(micro.unpack(values).values())) for values in policy(micro, 0.9)])
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_float32_on_the_gpu_equals_the_cpu(kind, models, layouts):
-    config = ModelConfig(path=str(models / kind), dtype="float32")
-    results = [
-        logprobs(load_policy(config, layouts[name], trains=False), name, *sequences()) for name in ("cuda", "cpu")
-    ]
-    for ours, reference in zip(*results, strict=True):
-        torch.testing.assert_close(ours, reference, rtol=1e-4, atol=1e-4)
+    config, tokens = ModelConfig(path=str(models / kind), dtype="float32"), random_tokens(LENGTHS)
+    policies = {name: load_policy(config, layouts[name], trains=False) for name in ("cuda", "cpu")}
+    ours, reference = (logprobs(policy, name, tokens, LENGTHS) for name, policy in policies.items())
+    torch.testing.assert_close(ours, reference, rtol=1e-4, atol=1e-4)
 
 
 @pytest.fixture(params=["torch", "flash4"])
@@ -90,7 +89,7 @@ def attention(request):
 
 
 @pytest.mark.parametrize("width", [64, 128])
-@pytest.mark.parametrize("lengths", [[5, 300, 1, 77, 128, 31], [1, 1, 2], [1024] * 3, [2000]])
+@pytest.mark.parametrize("lengths", [LENGTHS, [1, 1, 2], [1024] * 3, [2000]])
 def test_attention_and_its_gradients_are_as_near_to_float64_as_bfloat16_is(attention, width, lengths):
     random = torch.Generator().manual_seed(width)
     heads = [torch.randn(sum(lengths), n, width, generator=random).bfloat16() for n in (6, 2, 2)]
@@ -110,15 +109,14 @@ def test_attention_and_its_gradients_are_as_near_to_float64_as_bfloat16_is(atten
 def test_varlen_bfloat16_is_as_near_to_float32_as_transformers_is_and_respects_borders(
     kind, attention, models, layouts
 ):
-    tokens, lengths, mask = sequences()
+    tokens, mask, one_by_one = random_tokens(LENGTHS), responses(LENGTHS), {}
     config = ModelConfig(path=str(models / kind), dtype="bfloat16", attention=attention)
     policy = load_policy(config, layouts["cuda"], trains=False)
-    half, _ = logprobs(policy, "cuda", tokens, lengths, mask)
-    one_by_one = {}
+    half, _ = logprobs(policy, "cuda", tokens, LENGTHS)
     for dtype in (torch.bfloat16, torch.float32):
         model = transformers.AutoModelForCausalLM.from_pretrained(models / kind, dtype=dtype).to("cuda")
         rows = []
-        for row in tokens.cuda().split(lengths):
+        for row in tokens.cuda().split(LENGTHS):
             with torch.no_grad():
                 logp = (model(row[None]).logits[0, :-1].float() / 0.9).log_softmax(-1)
             rows += [torch.zeros(1), logp.gather(1, row[1:, None])[:, 0].cpu()]
@@ -128,7 +126,7 @@ def test_varlen_bfloat16_is_as_near_to_float32_as_transformers_is_and_respects_b
     assert ours <= 1.3 * theirs, (ours, theirs)
     changed = tokens.clone()
     changed[5:305] = 7  # the second sequence alone
-    other, _ = logprobs(policy, "cuda", changed, lengths, mask)
+    other, _ = logprobs(policy, "cuda", changed, LENGTHS)
     assert torch.equal(other[305:], half[305:])
     assert torch.equal(other[:5], half[:5])
     assert not torch.equal(other[5:305], half[5:305])
@@ -139,24 +137,12 @@ def test_after_an_update_the_engine_samples_from_the_actors_weights(dtype, model
     model, layout = ModelConfig(path=str(models / "qwen2"), dtype=dtype), layouts["cuda"]
     # Eager as the engine is: compiled layers round less often, and the gap would be between the two ways.
     actor = ActorWorker(model, ActorConfig(learning_rate=1e-2, compile=False), AlgorithmConfig(), layout, 1.0, 10)
-    tokens, lengths, mask = sequences()
-    fields = {
-        "tokens": jagged(tokens.split(lengths)),
-        "response_mask": jagged(mask.split(lengths)),
-        "rollout_logprobs": jagged(torch.zeros(len(tokens)).split(lengths)),
-        "advantages": jagged((torch.randn(len(tokens)) * mask).split(lengths)),
-    }
     before = {name: p.detach().full_tensor().clone() for name, p in actor.policy.named_parameters()}
-    metrics = actor.update(make_batch({**fields, "group": torch.arange(len(lengths))}))
-    assert metrics["grad_norm"] > 0
-    engine = TorchEngine(model, layout.device)
-    rollout = RolloutWorker(
-        RolloutConfig(max_response_tokens=64), engine, make_inference_layout(layout.device), (1,), seed=0
-    )
-    prompts = prompts_of(range(2, 9), range(40, 43))
-    sharding = ShardingManager(actor, rollout)
-    with sharding.serving():
-        samples = rollout.generate(prompts, 16)
+    assert actor.update(batch_of(6, seed=0))["grad_norm"] > 0
+    engine, engines = TorchEngine(model, layout.device), make_inference_layout(layout.device)
+    rollout = RolloutWorker(RolloutConfig(max_response_tokens=64), engine, engines, (1,), seed=0)
+    with ShardingManager(actor, rollout).serving():
+        samples = rollout.generate(prompts_of(range(2, 9), range(40, 43)), 16)
     expect_current(samples, actor.version)
     for name, parameter in actor.policy.named_parameters():
         master = parameter.detach().full_tensor()
@@ -205,9 +191,7 @@ def test_compiled_layers_are_not_compiled_again_for_other_lengths(attention, mod
 
 @pytest.mark.parametrize("lengths", [[5], [300, 21, 77], [400] * 60])
 def test_compiled_layers_have_the_gradients_of_eager_ones(lengths, models, layouts):
-    tokens = torch.randint(2, 100, (sum(lengths),), generator=torch.Generator().manual_seed(0))
-    micro = micro_batch("cuda", tokens, lengths, torch.cat([torch.arange(n) >= 1 for n in lengths]))
-    grads = []
+    micro, grads = micro_batch("cuda", random_tokens(lengths), lengths), []
     for compiled in (True, False):
         config = ModelConfig(path=str(models / "qwen3"), dtype="float32")
         policy = load_policy(config, layouts["cuda"], compiled=compiled)

@@ -3,9 +3,6 @@
 bash tests/run.sh -m "gpu and sglang"
 """
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +13,7 @@ from examples.countdown import make_model
 from grpo.algorithm import AlgorithmConfig
 from tests.workers.conftest import prompts_of
 from tests.workers.engine_probe import PROMPTS
+from tests.workers.launch import torchrun
 from workers.actor import ActorConfig, ActorWorker
 from workers.engines.config import RolloutConfig
 from workers.models.hub import ModelConfig
@@ -41,16 +39,8 @@ def folder(tmp_path_factory) -> Path:
 def probed(folder) -> Path:
     """What engine_probe.py saw on all GPUs of this machine."""
     sizes, layouts = ",".join(map(str, SIZES)), ",".join(f"1-{size}" for size in SIZES)
-    count = torch.cuda.device_count()
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
-    probe = Path(__file__).with_name("engine_probe.py")
-    subprocess.run(
-        [*command, str(probe), str(folder / "model"), str(folder), "cuda", "bfloat16", sizes, layouts],
-        check=True,
-        timeout=560,
-        env=os.environ | {"OMP_NUM_THREADS": "4"},
-        cwd=Path(__file__).parents[2],
-    )
+    arguments = (folder / "model", folder, "cuda", "bfloat16", sizes, layouts)
+    torchrun(torch.cuda.device_count(), "engine_probe", *arguments, timeout=560, threads=4)
     return folder
 
 
@@ -78,14 +68,8 @@ def test_memory_that_is_short_at_wake_up_is_said_with_a_table_and_a_dead_engine_
     join(device, 120.0)
     layout, model = make_training_layout(device), ModelConfig(path=str(folder / "model"))
     free_before = torch.cuda.mem_get_info()[0]
-    config = RolloutConfig(
-        engine="sglang",
-        concurrent_samples=8,
-        memory_fraction=0.3,
-        release="kv+weights",
-        sglang={"attention_backend": "triton"},
-        max_response_tokens=16,
-    )
+    sizes = {"concurrent_samples": 8, "memory_fraction": 0.3, "max_response_tokens": 16}
+    config = RolloutConfig(engine="sglang", release="kv+weights", sglang={"attention_backend": "triton"}, **sizes)
     engines = make_inference_layout(device)
     engine = make_engine(model, config, engines, seed=0)
     actor = ActorWorker(model, ActorConfig(), AlgorithmConfig(), layout, 1.0, 10)
@@ -94,10 +78,8 @@ def test_memory_that_is_short_at_wake_up_is_said_with_a_table_and_a_dead_engine_
     with sharding.serving():
         assert len(sharding.rollout.generate(prompts, 2)) == 8
     hog = torch.empty(torch.cuda.mem_get_info()[0] - 2**30, dtype=torch.uint8, device=device)
-    with (
-        pytest.raises(MemoryError, match=r"The engine needs .* lower rollout.memory_fraction") as error,
-        sharding.serving(),
-    ):
+    says = r"The engine needs .* lower rollout.memory_fraction"
+    with pytest.raises(MemoryError, match=says) as error, sharding.serving():
         pass
     assert "actor: parameters (this rank's shards)" in str(error.value)
     assert "other tensors of the trainer" in str(error.value)

@@ -75,40 +75,41 @@ def test_no_tokens_give_no_results_and_zero_gradients(way):
     assert torch.equal(result["weight"], torch.zeros(48, 16))
 
 
+class Watch(TorchDispatchMode):
+    """Notes the shape of every tensor that is computed inside."""
+
+    def __enter__(self):
+        self.shapes = []
+        return super().__enter__()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self.shapes += [result.shape] if isinstance(result, torch.Tensor) else []
+        return result
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_the_logits_of_all_tokens_are_never_held_at_once(way):
-    held = []
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            result = func(*args, **(kwargs or {}))
-            held.append(result.numel() if isinstance(result, torch.Tensor) else 0)
-            return result
-
-    with Watch():
+    with Watch() as watch:
         way(head_problem(count=200, vocab=500), 1.0, chunk_size=10)
-    assert max(held) < 2 * 500 * 16  # the head itself; 200 tokens' logits would be 100000
+    assert (
+        max(shape.numel() for shape in watch.shapes) < 2 * 500 * 16
+    )  # the head itself; 200 tokens' logits would be 100000
 
 
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_frozen_head_gets_no_gradient_and_none_is_computed(inside):
-    given, shapes = head_problem(), []
+    given = head_problem()
     hidden, head = given["hidden"].clone().requires_grad_(), Head(given["weight"].detach(), given["targets"], 0.7)
 
     def loss(logprobs, entropy, chunk):
         return logprobs @ given["of_logprobs"][chunk] + entropy @ given["of_entropy"][chunk]
 
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            result = func(*args, **(kwargs or {}))
-            shapes.extend([result.shape] if isinstance(result, torch.Tensor) else [])
-            return result
-
-    with Watch():
+    with Watch() as watch:
         total = head_loss(hidden, head, loss) if inside else loss(*head_logprobs(hidden, head), slice(None))
         total.backward()
     assert_agree({"hidden": hidden.grad}, {"hidden": full_softmax(given, 0.7)["hidden"]})
-    assert given["weight"].shape not in shapes
+    assert given["weight"].shape not in watch.shapes
 
 
 @pytest.mark.parametrize("size", [2, 4])

@@ -126,11 +126,10 @@ def test_an_update_is_that_of_the_product_written_out(hf_model, model_config, la
 
 def test_only_adapters_change_and_the_reference_stays_the_start(one_process):
     result = one_process
-    for name, weight in result["start"][0].items():
-        assert torch.equal(result["end"][0][name], weight), name
-    for name, pair in result["start"][1].items():
-        for which in ("A", "B"):
-            assert not torch.equal(result["end"][1][name][which], pair[which]), (name, which)
+    (weights, adapters), (weights_after, adapters_after) = result["start"], result["end"]
+    assert all(torch.equal(weights_after[name], weight) for name, weight in weights.items())
+    for name, pair in adapters.items():
+        assert not any(torch.equal(adapters_after[name][which], pair[which]) for which in ("A", "B")), name
     assert torch.equal(result["ref"], result["logprobs"])
     assert torch.equal(result["ref_later"], result["ref"])
     assert (result["later"] - result["ref"]).abs().max() > 0.01
@@ -165,13 +164,9 @@ def two_processes(model_config, tmp_path_factory):
     """Results by the number of replicas: two shards, or two copies."""
     out = tmp_path_factory.mktemp("two")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    subprocess.run(
-        [*command, "-m", "tests.workers.lora_probe", model_config.path, str(out), "1", "2"],
-        check=True,
-        timeout=200,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        cwd=Path(__file__).parents[2],
-    )
+    command += ["-m", "tests.workers.lora_probe", model_config.path, str(out), "1", "2"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    subprocess.run(command, check=True, timeout=200, env=environment, cwd=Path(__file__).parents[2])
     return {replicas: torch.load(out / f"{replicas}.pt", weights_only=False) for replicas in (1, 2)}
 
 

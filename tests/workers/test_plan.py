@@ -1,9 +1,6 @@
 """The memory plan against what FSDP really holds, what autograd really saves, and what an update really takes."""
 
 import dataclasses
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,10 +13,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from examples.countdown import make_model
+from tests.workers.launch import torchrun
 from tests.workers.plan_probe import counts
 from workers import plan
 from workers.actor import ActorConfig
-from workers.memory import SharedMemory
+from workers.engines.torch_engine import TorchEngine
+from workers.memory import Peaks, SharedMemory
 from workers.microbatch import MicroBatch
 from workers.models import family_of
 from workers.models.hub import ModelConfig
@@ -27,7 +26,6 @@ from workers.parallel import attention, policy
 from workers.parallel.attention import PackedSequences, packed_class, rotary_angles
 from workers.parallel.lora import LoraConfig
 from workers.parallel.policy import load_policy
-from workers.peaks import Peaks
 from workers.plan import Job, Weights, advice, most_memory_fraction, most_tokens, predict
 from workers.rollout import RolloutConfig
 
@@ -49,86 +47,67 @@ def models(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def two_processes(models, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("plan")
-    probe = Path(__file__).with_name("plan_probe.py")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    subprocess.run(
-        [*command, str(probe), str(models), str(out), "1", "2"],
-        check=True,
-        timeout=200,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        cwd=Path(__file__).parents[2],
-    )
+    torchrun(2, "plan_probe", models, out, 1, 2, timeout=200)
     return out
 
 
 # parameters
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_parameters_are_counted_as_one_process_holds_them(kind, models, layout, monkeypatch):
+@pytest.fixture
+def layers_alone(monkeypatch):
+    """Layers are gathered one by one, however small."""
     monkeypatch.setattr(policy, "SMALLEST_UNIT", 0)
-    weights = Weights.of(transformers.AutoConfig.from_pretrained(models / kind), 1, 1)
-    assert counts(models / kind, layout) == {name: getattr(weights, name) for name in ("local", "layer", "root")}
 
 
 @pytest.mark.parametrize(
-    ("kind", "dp_shard", "tp_size"),
-    [(kind, 2, 1) for kind in KINDS] + [(kind, 1, 2) for kind in KINDS if "odd" not in kind],
+    ("kind", "cut"),
+    [(kind, cut) for cut in ((1, 1), (2, 1), (1, 2)) for kind in KINDS if cut != (1, 2) or "odd" not in kind],
 )
-def test_parameters_are_counted_as_two_processes_hold_them(kind, dp_shard, tp_size, models, two_processes, monkeypatch):
-    monkeypatch.setattr(policy, "SMALLEST_UNIT", 0)
-    weights = Weights.of(transformers.AutoConfig.from_pretrained(models / kind), dp_shard, tp_size)
-    seen = torch.load(two_processes / f"{kind}-2-{tp_size}.pt", weights_only=False)
+def test_parameters_are_counted_as_one_process_and_two_hold_them(
+    kind, cut, models, layout, two_processes, layers_alone
+):
+    """cut: dp_shard and tp_size."""
+    if cut == (1, 1):
+        seen = counts(models / kind, layout)
+    else:
+        seen = torch.load(two_processes / f"{kind}-2-{cut[1]}.pt", weights_only=False)
+    weights = Weights.of(transformers.AutoConfig.from_pretrained(models / kind), *cut)
     assert seen == {name: getattr(weights, name) for name in ("local", "layer", "root")}
 
 
 def test_small_layers_are_gathered_with_the_embeddings(models):
-    config = transformers.AutoConfig.from_pretrained(models / "qwen3")
-    weights = Weights.of(config, 2, 1)
+    weights = Weights.of(transformers.AutoConfig.from_pretrained(models / "qwen3"), 2, 1)
     assert (weights.layer, weights.root) == (0, weights.total)
 
 
 # activations
 
 
-@torch.library.custom_op("plan::attention", mutates_args=())
-def varlen(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What torch's varlen attention takes and hands on, without its arithmetic, which no CPU has."""
-    return torch.zeros_like(query), query.new_zeros(query.shape[:2], dtype=torch.float32)
-
-
-@varlen.register_fake
-def _(query, key, value):
-    return torch.empty_like(query), query.new_empty(query.shape[:2], dtype=torch.float32)
-
-
-@torch.library.custom_op("plan::attention_backward", mutates_args=())
-def varlen_backward(saved: list[torch.Tensor], grad: torch.Tensor) -> list[torch.Tensor]:
-    return [torch.zeros_like(tensor) for tensor in saved[:3]]
-
-
-@varlen_backward.register_fake
-def _(saved, grad):
-    return [torch.empty_like(tensor) for tensor in saved[:3]]
-
-
-varlen.register_autograd(
-    lambda ctx, grad, _: tuple(varlen_backward(list(ctx.saved_tensors), grad)),
-    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs, *output),
-)
-
-
 @pytest.fixture
 def as_on_cuda(monkeypatch):
-    monkeypatch.setattr(attention, "packed_attention", lambda q, k, v, *_: varlen(q, k, v)[0])
+    """Attention keeps and makes what its kernels do on CUDA, but without their arithmetic, which no CPU has."""
+
+    def forward(q, k, v, **_):
+        return torch.zeros_like(q), q.new_zeros(q.shape[1], q.shape[0], dtype=torch.float32)
+
+    def backward(q, k, v, *_, **__):
+        return [torch.zeros_like(x) for x in (q, k, v)]
+
+    def packed_attention(q, k, v, scaling, sequences, by_flash4):
+        return attention.flash4(q, k, v, sequences.cu_seqlens, sequences.max_seqlen, scaling)[0]
+
+    monkeypatch.setattr(attention, "kernels", lambda: (forward, backward))
+    monkeypatch.setattr(attention, "packed_attention", packed_attention)
 
 
-def saved_by_a_layer(kind: str, dtype: torch.dtype, compiled: bool) -> tuple[float, transformers.PretrainedConfig]:
-    """Bytes of storages other than parameters and the shared angles that one layer saves for each token."""
-    model = make_model(kind, hidden=64, heads=8, kv_heads=2, head_dim=16, feed_forward=192).to(dtype)
-    layer, tokens, saved = model.model.layers[0], 96, {}
-    attention = family_of(model.config).attention
-    layer.self_attn.__class__ = packed_class(type(layer.self_attn), attention, flash4=False)
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_layer_saves_what_the_formula_says(kind, dtype, compiled, as_on_cuda):
+    model = make_model(kind).to(dtype)
+    layer, family, tokens, saved = model.model.layers[0], family_of(model.config), 96, {}
+    layer.self_attn.__class__ = packed_class(type(layer.self_attn), family.attention, flash4=False)
     forward = layer.forward
     if compiled:
         # The passes that torch.compile's default takes, without compiling kernels.
@@ -137,6 +116,7 @@ def saved_by_a_layer(kind: str, dtype: torch.dtype, compiled: bool) -> tuple[flo
     hidden = torch.randn(1, tokens, 64, dtype=dtype, requires_grad=True)
     sequences = PackedSequences.of([tokens], torch.device("cpu"))
     angles = rotary_angles(*model.model.rotary_emb(hidden, sequences.positions[None]))
+    # All layers share the angles, and parameters are there anyway.
     shared = {tensor.untyped_storage().data_ptr() for tensor in [*model.parameters(), *angles]}
 
     def pack(tensor):
@@ -148,23 +128,16 @@ def saved_by_a_layer(kind: str, dtype: torch.dtype, compiled: bool) -> tuple[flo
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         out = forward(hidden, position_embeddings=angles, sequences=sequences)
     assert out.requires_grad
-    return sum(storage.nbytes() for storage in saved.values()) / tokens, model.config
-
-
-@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("compiled", [False, True])
-def test_a_layer_saves_what_the_formula_says(kind, dtype, compiled, as_on_cuda):
-    saved, config = saved_by_a_layer(kind, dtype, compiled)
-    assert family_of(config).activations(1, dtype, compiled) == pytest.approx(saved, rel=0.02)
+    a_token = sum(storage.nbytes() for storage in saved.values()) / tokens
+    assert family.activations(1, dtype, compiled) == pytest.approx(a_token, rel=0.02)
 
 
 class Live(TorchDispatchMode):
-    """Follows the bytes of all storages that operations made, in `now`, and their most, in `most`."""
+    """Follows the bytes of all storages that operations made; their most is in `most`."""
 
     def __init__(self):
         super().__init__()
-        self.seen, self.now, self.most = {}, 0, 0
+        self.seen, self.most = {}, 0
 
     def __torch_dispatch__(self, function, types, arguments=(), options=None):
         result = function(*arguments, **(options or {}))
@@ -173,15 +146,11 @@ class Live(TorchDispatchMode):
                 tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
                 reference = StorageWeakRef(tensor.untyped_storage())
                 self.seen.setdefault(reference.cdata, reference)
-        self.count()
+        found = {c: torch.UntypedStorage._new_with_weak_ptr(c) for c in self.seen}
+        alive = {c: storage for c, storage in found.items() if storage is not None}
+        self.seen = {c: self.seen[c] for c in alive}
+        self.most = max(self.most, sum(storage.nbytes() for storage in alive.values()))
         return result
-
-    def count(self) -> int:
-        alive = {c: torch.UntypedStorage._new_with_weak_ptr(c) for c in self.seen}
-        self.seen = {c: self.seen[c] for c, storage in alive.items() if storage is not None}
-        self.now = sum(storage.nbytes() for storage in alive.values() if storage is not None)
-        self.most = max(self.most, self.now)
-        return self.now
 
 
 def job_like(config, **changes) -> Job:
@@ -190,20 +159,19 @@ def job_like(config, **changes) -> Job:
     return dataclasses.replace(job, **changes)
 
 
-def learn(model: policy.Policy, micros: int, samples: int = 8, length: int = 128) -> Live:
-    """`micros` passes there and back over samples x length tokens each, the last of which reduces the gradients."""
-    micro, live = packed(samples, length), Live()
-    with live:
-        for i in range(micros):
-            model.set_requires_gradient_sync(i == micros - 1)
-            model(micro, 1.0, loss=lambda logprobs, entropy, chunk: logprobs.sum()).backward()
-    return live
-
-
-def packed(samples: int, length: int) -> MicroBatch:
+def packed(samples: int = 8, length: int = 128) -> MicroBatch:
     mask = (torch.arange(length) > 0).repeat(samples)
     fields = {"tokens": torch.randint(2, 118, (len(mask),)), "response_mask": mask}
     return MicroBatch.of(fields, [length] * samples, torch.device("cpu"), list(range(samples)))
+
+
+def learn(model: policy.Policy, micros: int, micro: MicroBatch) -> int:
+    """The most bytes in `micros` passes there and back over `micro`, the last of which reduces the gradients."""
+    with Live() as live:
+        for i in range(micros):
+            model.set_requires_gradient_sync(i == micros - 1)
+            model(micro, 1.0, loss=lambda logprobs, entropy, chunk: logprobs.sum()).backward()
+    return live.most
 
 
 def working(parts: dict[str, int]) -> int:
@@ -212,12 +180,11 @@ def working(parts: dict[str, int]) -> int:
 
 
 @pytest.fixture
-def wide(tmp_path, monkeypatch):
+def wide(tmp_path, layout, layers_alone):
     """Makes policies of four layers that are gathered alone, in bfloat16, of a kind."""
-    monkeypatch.setattr(policy, "SMALLEST_UNIT", 0)
 
-    def make(kind: str, layout, sizes: dict[str, int] | None = None, **settings):
-        make_model(kind, layers=4, seed=1, **(sizes or {})).save_pretrained(tmp_path)
+    def make(kind: str, sizes: dict[str, int], **settings) -> policy.Policy:
+        make_model(kind, layers=4, seed=1, **sizes).save_pretrained(tmp_path)
         return load_policy(ModelConfig(path=str(tmp_path), dtype="bfloat16"), layout, **settings)
 
     return make
@@ -226,30 +193,27 @@ def wide(tmp_path, monkeypatch):
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("micros", [1, 3])
-def test_an_update_takes_what_is_predicted(kind, recompute, micros, wide, layout, as_on_cuda):
-    model = wide(kind, layout, recompute=recompute)
-    live = learn(model, micros)
+def test_an_update_takes_what_is_predicted(kind, recompute, micros, wide, as_on_cuda):
+    model = wide(kind, {}, recompute=recompute)
     actor = ActorConfig(max_tokens_per_microbatch=1024, recompute=recompute, reshard=True)
     parts = predict(job_like(model.causal_lm.config, actor=actor, samples=8 * micros))["update"]
-    assert working(parts) == pytest.approx(live.most, rel=0.1)
+    assert working(parts) == pytest.approx(learn(model, micros, packed()), rel=0.1)
 
 
 @pytest.mark.parametrize("micros", [1, 2])
 @pytest.mark.parametrize("reshard", [True, False])
-def test_gradients_and_gathered_weights_of_an_update_are_predicted(micros, reshard, wide, layout, as_on_cuda):
+def test_gradients_and_gathered_weights_of_an_update_are_predicted(micros, reshard, wide, as_on_cuda):
     # With so few tokens nothing else counts.
-    model = wide("qwen2", layout, {"hidden": 128, "feed_forward": 512}, reshard=reshard)
+    model = wide("qwen2", {"hidden": 128, "feed_forward": 512}, reshard=reshard)
     model.set_reshard_after_backward(reshard)
-    live = learn(model, micros, 1, 8)
     actor = ActorConfig(max_tokens_per_microbatch=8, reshard=reshard)
     parts = predict(job_like(model.causal_lm.config, actor=actor, samples=micros, longest=8))["update"]
-    assert working(parts) == pytest.approx(live.most, rel=0.12)
+    assert working(parts) == pytest.approx(learn(model, micros, packed(1, 8)), rel=0.12)
 
 
-def test_logprobs_take_what_is_predicted(wide, layout, as_on_cuda):
-    model = wide("qwen2", layout, {"feed_forward": 512}, trains=False)
-    micro, live = packed(8, 128), Live()
-    with live, torch.no_grad():
+def test_logprobs_take_what_is_predicted(wide, as_on_cuda):
+    model, micro = wide("qwen2", {"feed_forward": 512}, trains=False), packed()
+    with Live() as live, torch.no_grad():
         model(micro, 1.0, entropy=False)
     actor = ActorConfig(max_tokens_per_microbatch=1024, reshard=True)
     parts = predict(job_like(model.causal_lm.config, actor=actor, reference=True))["ref"]
@@ -265,15 +229,13 @@ def test_by_default_one_shard_keeps_gathered_weights_and_several_or_adapters_fre
 
 # known models
 
-
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")
-SHAPES = {"1.5b": (151936, 1536, 28, 12, 2, 8960), "7b": (152064, 3584, 28, 28, 4, 18944)}
+SHAPES = {"1.5b": (1536, 28, 12, 2, 8960), "7b": (3584, 28, 28, 4, 18944)}
 
 
 def qwen(size: str) -> transformers.PretrainedConfig:
-    vocab, *sizes = SHAPES[size]
-    sizes = dict(zip(SIZES, sizes, strict=True))
-    return transformers.Qwen2Config(vocab_size=vocab, tie_word_embeddings=size == "1.5b", **sizes)
+    tied, sizes = size == "1.5b", dict(zip(SIZES, SHAPES[size], strict=True))
+    return transformers.Qwen2Config(vocab_size=151936 if tied else 152064, tie_word_embeddings=tied, **sizes)
 
 
 def on_h200(size: str, dp_shard: int = 1, actor: dict | None = None, rollout: dict | None = None, **changes) -> Job:
@@ -303,20 +265,27 @@ def test_an_update_of_the_smaller_one_on_one_h200_took_what_is_predicted(compile
 @pytest.mark.parametrize(("release", "left"), [("auto", 0), ("kv", 3_087_428_608), ("none", H200 // 2)])
 def test_the_engine_is_there_as_far_as_it_is_not_released(release, left, monkeypatch):
     monkeypatch.setattr(plan, "BUCKET_BYTES", 100 * 2**20)
-    job = on_h200("1.5b", rollout={"release": release})
-    phases = predict(job)
-    assert [phases[name]["SGLang"] for name in ("rest", "update")] == [left, left]
-    assert phases["sync"]["SGLang"] == max(left, 3_087_428_608)
-    assert phases["rollout"]["SGLang"] == H200 // 2
-    assert phases["sync"]["buckets"] == 2 * 151936 * 1536  # the embeddings are larger than a bucket
-    phases = predict(dataclasses.replace(job, dp_shard=2))
-    assert phases["sync"]["buckets"] == 2 * 2 * 151936 * 1536
+    one, two = (predict(on_h200("1.5b", shards, rollout={"release": release})) for shards in (1, 2))
+    assert one["rest"]["SGLang"] == one["update"]["SGLang"] == left
+    assert one["sync"]["SGLang"] == max(left, 3_087_428_608)
+    assert one["rollout"]["SGLang"] == H200 // 2
+    assert one["sync"]["buckets"] == 2 * 151936 * 1536  # the embeddings are larger than a bucket
+    assert two["sync"]["buckets"] == 2 * 2 * 151936 * 1536
+
+
+@pytest.mark.parametrize(("fraction", "rows"), [(0.9, 4), (0.5, 2), (0.05, 0)])
+def test_the_embedded_engine_takes_what_its_samples_at_work_do_within_its_share(fraction, rows, models):
+    engine = TorchEngine(ModelConfig(path=str(models / "llama")), torch.device("cpu"))
+    weights, row = sum(w.nbytes for w in engine.weights.values()), 128 * engine.batch.cell_bytes + 6 * 4 * 118
+    rollout, total = RolloutConfig(concurrent_samples=4, memory_fraction=fraction), 2 * (weights + 2 * row)
+    job = job_like(engine.model.config, compute=torch.float32, rollout=rollout, rows=8, total=total)
+    held = [parts["engine"] for parts in predict(job).values()]
+    assert held == [weights, weights, weights + rows * row, weights]  # at rest, in the sync, the rollout, an update
 
 
 def test_what_is_offloaded_is_not_there_while_the_engine_serves():
     offload = ["optimizer", "parameters", "reference"]
-    job = dataclasses.replace(on_h200("1.5b", actor={"offload": offload}), reference=True)
-    phases = predict(job)
+    phases = predict(on_h200("1.5b", actor={"offload": offload}, reference=True))
     assert set(phases["sync"]) == {"weights", "buckets", "SGLang"}
     assert phases["sync"]["weights"] == phases["rest"]["weights"]
     assert sum(phases["rollout"].values()) == phases["rollout"]["SGLang"]
@@ -331,6 +300,10 @@ def largest(job: Job) -> int:
     return max(sum(parts.values()) for parts in predict(job).values())
 
 
+def advise(job: Job) -> list[str]:
+    return advice(job, job.weights())
+
+
 @pytest.mark.parametrize(("size", "shards"), [("1.5b", 1), ("1.5b", 4), ("7b", 4)])
 def test_the_largest_settings_fit_and_larger_ones_do_not(size, shards):
     job, room = on_h200(size, shards), H200 * (1 - plan.MARGIN)
@@ -340,10 +313,9 @@ def test_the_largest_settings_fit_and_larger_ones_do_not(size, shards):
     assert largest(fitting) <= room
     assert largest(job.having("actor", max_tokens_per_microbatch=tokens + 1024)) > room or tokens == job.learned
     assert largest(job.having("rollout", memory_fraction=fraction + 0.05)) > room
+    (sentence,) = advise(job.having("actor", max_tokens_per_microbatch=2048))
     limits = f"actor.max_tokens_per_microbatch={tokens}, rollout.memory_fraction={fraction:g}"
-    assert advice(job.having("actor", max_tokens_per_microbatch=2048)) == [
-        f"It fits. The largest that would, each alone: {limits}."
-    ]
+    assert sentence == f"It fits. The largest that would, each alone: {limits}."
 
 
 def test_no_more_tokens_are_suggested_than_an_update_has():
@@ -352,20 +324,19 @@ def test_no_more_tokens_are_suggested_than_an_update_has():
 
 
 def test_a_phase_that_does_not_fit_is_named_with_what_is_enough():
-    update, *others = advice(on_h200("7b", 4, {"max_tokens_per_microbatch": 32768}))
-    assert not others
+    (update,) = advise(on_h200("7b", 4, {"max_tokens_per_microbatch": 32768}))
     assert update.startswith("update is predicted to need 19")
     assert " of 124.8 GiB; enough alone: actor.max_tokens_per_microbatch=" in update
     assert "actor.recompute=full" in update
     assert "offload" not in update  # it is all there in an update
-    rollout = advice(on_h200("7b", 4, {"recompute": "full"}, {"memory_fraction": 0.9}))
-    assert [sentence.split()[0] for sentence in rollout] == ["rollout"]
-    assert "rollout.memory_fraction=0.75, actor.offload=[optimizer,parameters]." in rollout[0]
-    assert "recompute" not in rollout[0]
+    (rollout,) = advise(on_h200("7b", 4, {"recompute": "full"}, {"memory_fraction": 0.9}))
+    assert rollout.startswith("rollout ")
+    assert "rollout.memory_fraction=0.75, actor.offload=[optimizer,parameters]." in rollout
+    assert "recompute" not in rollout
 
 
 def test_where_nothing_is_enough_what_helps_is_named():
-    sentences = {sentence.split()[0]: sentence for sentence in advice(on_h200("7b", 1, reference=True))}
+    sentences = {sentence.split()[0]: sentence for sentence in advise(on_h200("7b", 1, reference=True))}
     assert sentences.keys() == {"rollout", "update"}
     less = "actor.reshard=true, actor.recompute=selective, actor.recompute=full, twice as many GPUs."
     assert sentences["update"].endswith(f"not enough alone, but less: {less}")
@@ -412,16 +383,13 @@ def test_each_phase_has_its_own_peak_and_nested_ones_count_for_both(monkeypatch)
 
 
 def test_on_a_cpu_nothing_is_measured():
-    peaks = Peaks(cuda=False)
-    with peaks("update"):
+    with (peaks := Peaks(cuda=False))("update"):
         pass
     assert peaks.metrics() == {}
 
 
 @pytest.mark.parametrize(("fullest", "release"), [(70, "none"), (100, "kv"), (125, "kv+weights")])
-def test_what_the_engine_keeps_is_decided_by_the_fullest_moment_also_after_a_look(
-    fullest, release, monkeypatch, layout
-):
+def test_what_the_engine_keeps_is_decided_by_the_fullest_moment_also_after_a_look(fullest, release, monkeypatch):
     allocator, peaks = Allocator(monkeypatch), Peaks(cuda=True)
     with peaks("update"):
         allocator.use(0, fullest * GIB)

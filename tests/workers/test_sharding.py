@@ -12,12 +12,11 @@ from tests.workers.conftest import prompts_of
 from workers.actor import ActorConfig, ActorWorker
 from workers.engines.config import RolloutConfig
 from workers.engines.torch_engine import TorchEngine
-from workers.guards import expect_current, judge_gap
 from workers.memory import bytes_of
 from workers.parallel.gather import Gatherer
 from workers.ref import RefWorker
 from workers.rollout import RolloutWorker
-from workers.sharding import ShardingManager, State
+from workers.sharding import ShardingManager, State, expect_current, judge_gap
 
 
 class WatchedEngine(TorchEngine):
@@ -136,9 +135,8 @@ def test_samples_carry_the_version_of_their_weights(sharding, prompts):
     learn(sharding, first)
     second = rollout(sharding, prompts)
     for version, batch in enumerate((first, second)):
-        assert batch["versions"].values().tolist() == [
-            version if sampled else -1 for sampled in batch["response_mask"].values()
-        ]
+        expected = torch.where(batch["response_mask"].values(), version, -1)
+        assert torch.equal(batch["versions"].values(), expected)
 
 
 def test_a_stale_batch_is_refused_and_both_versions_are_named(sharding, prompts):
@@ -153,12 +151,8 @@ def test_a_stale_batch_is_refused_and_both_versions_are_named(sharding, prompts)
 
 @pytest.mark.parametrize("versions", [[-1, 0], [0, 1]])
 def test_a_batch_of_two_versions_is_refused(sharding, versions):
-    batch = make_batch(
-        {
-            "versions": jagged([torch.tensor([*versions, 7])]),
-            "response_mask": jagged([torch.tensor([True, True, False])]),
-        }
-    )
+    mask = torch.tensor([True, True, False])
+    batch = make_batch({"versions": jagged([torch.tensor([*versions, 7])]), "response_mask": jagged([mask])})
     with pytest.raises(RuntimeError, match=rf"version \[{versions[0]}, {versions[1]}\], and the actor is at 0"):
         expect_current(batch, sharding.actor.version)
 
@@ -270,13 +264,9 @@ def test_an_offloaded_reference_is_there_for_its_own_pass_alone(model_config, la
         assert held() == 0
 
 
-def gap(size, correlation=0.1):
-    return {
-        "rollout/logprob_gap": size,
-        "rollout/kl": size / 2,
-        "rollout/gap_correlation": correlation,
-        "rollout/gap_slope": 1.0,
-    }
+def gap(size):
+    sizes = {"rollout/logprob_gap": size, "rollout/kl": size / 2}
+    return sizes | {"rollout/gap_correlation": 0.1, "rollout/gap_slope": 1.0}
 
 
 def test_a_gap_is_told_past_one_threshold_and_ends_the_run_past_another(sharding):

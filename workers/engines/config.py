@@ -7,10 +7,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from grpo.config import ConfigError, choose, nearest, option
-
-ENGINES = ("torch", "sglang")
-RELEASE_CHOICES = ("auto", "none", "kv", "kv+weights", "all")
+from grpo.config import ConfigError, check_values, nearest, option
 
 FIRST, BEYOND = (0, 5, 17), (0, 5, 22)
 INSTALL = "pip install -e '.[sglang]'"
@@ -23,52 +20,46 @@ OWNED += ("max_running_requests",)
 
 @dataclass
 class RolloutConfig:
-    engine: str = option("torch", "Inference engine: torch (embedded, for CPUs and small models) or sglang.")
-    tensor_parallel: int = option(1, "Processes of one machine that share an engine (sglang).")
-    temperature: float = option(1.0, "Divides the logits, in sampling and in training.")
-    top_p: float = option(1.0, "Sample from the fewest tokens that hold this share of the probability; 1 is all.")
-    top_k: int = option(0, "Sample from this many most likely tokens; 0 is all.")
-    max_response_tokens: int = option(1024, "Longest response; a longer one is cut and marked as truncated.")
-    concurrent_samples: int = option(512, "Samples that one engine works on at once.")
-    memory_fraction: float = option(0.5, "Share of the memory for an engine's weights and KV cache as it serves.")
+    engine: str = option(
+        "torch", "Inference engine: torch (embedded, for CPUs and small models) or sglang.", choices=("torch", "sglang")
+    )
+    tensor_parallel: int = option(1, "Processes of one machine that share an engine (sglang).", above=0)
+    temperature: float = option(1.0, "Divides the logits, in sampling and in training.", above=0)
+    top_p: float = option(
+        1.0, "Sample from the fewest tokens that hold this share of the probability; 1 is all.", above=0, at_most=1
+    )
+    top_k: int = option(0, "Sample from this many most likely tokens; 0 is all.", at_least=0)
+    max_response_tokens: int = option(
+        1024, "Longest response; a longer one is cut and marked as truncated.", at_least=1
+    )
+    concurrent_samples: int = option(512, "Samples that one engine works on at once.", above=0)
+    memory_fraction: float = option(
+        0.5, "Share of the memory for an engine's weights and KV cache.", above=0, at_most=1
+    )
     release: str = option(
         "auto",
         "What the engine lets go of while the trainer works (sglang): none, kv, kv+weights, all (CUDA graphs too), or "
         "auto: the least that leaves the trainer what its fullest step so far took.",
+        choices=("auto", "none", "kv", "kv+weights", "all"),
     )
     verify_every: int = option(
-        20, "Weight updates between two comparisons of the engine's weights with the actor's, from the first; 0: never."
+        20,
+        "Weight updates from one comparison of the engine's weights with the actor's to the next; 0: never.",
+        at_least=0,
     )
     gap_warning: float = option(
-        0.05, "Mean difference of rollout and trainer log-probabilities from which on the likely cause is told."
+        0.05, "Mean difference of rollout and trainer log-probabilities past which the likely cause is told.", above=0
     )
     gap_error: float = option(0.5, "The same, from which on the run ends.")
-    stall_seconds: float = option(45.0, "Longest silence of a working engine before the run ends (sglang).")
+    stall_seconds: float = option(45.0, "Longest silence of a working engine before the run ends (sglang).", above=0)
     sglang: dict[str, Any] = option({}, "Options of SGLang's own, such as {attention_backend: triton}.")
 
     def check(self, world: int, local_world: int) -> None:
         """Raise ConfigError for the first value that cannot work with `world` processes, `local_world` a machine."""
-        choose(self.engine, ENGINES, "rollout.engine")
-        choose(self.release, RELEASE_CHOICES, "rollout.release")
-        if self.temperature <= 0:
-            raise ConfigError(
-                f"rollout.temperature={self.temperature} must be above 0: GRPO needs samples that differ."
-            )
-        for name in ("top_p", "memory_fraction"):
-            if not 0 < getattr(self, name) <= 1:
-                raise ConfigError(f"rollout.{name}={getattr(self, name)} must be above 0 and at most 1.")
-        if self.top_k < 0 or self.max_response_tokens < 1:
-            raise ConfigError("rollout.top_k must be at least 0 and rollout.max_response_tokens at least 1.")
-        for name in ("tensor_parallel", "concurrent_samples", "stall_seconds"):
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"rollout.{name}={getattr(self, name)} must be above 0.")
-        if self.verify_every < 0:
-            raise ConfigError(f"rollout.verify_every={self.verify_every} must be at least 0.")
-        if not 0 < self.gap_warning <= self.gap_error:
-            raise ConfigError(
-                f"rollout.gap_warning={self.gap_warning} must be above 0 and at most "
-                f"rollout.gap_error={self.gap_error}."
-            )
+        check_values(self, "rollout.")
+        if self.gap_warning > self.gap_error:
+            limits = f"rollout.gap_warning={self.gap_warning} must be at most rollout.gap_error={self.gap_error}"
+            raise ConfigError(f"{limits}: a run is warned before it ends.")
         if self.engine == "torch":
             if self.tensor_parallel > 1 or self.sglang:
                 raise ConfigError("rollout.tensor_parallel and rollout.sglang need rollout.engine=sglang.")

@@ -22,6 +22,7 @@ from workers.engines.sglang_hooks import LOG
 from workers.engines.sglang_process import EngineProcess, make_arguments, start_environment
 from workers.engines.sglang_requests import Requests
 from workers.engines.sglang_weights import QUESTIONS, WeightTransport, wait_for_peers
+from workers.models import family_of
 from workers.models.hub import ModelConfig, compute_dtype, local_folder, read_config
 from workers.parallel.mesh import InferenceLayout
 
@@ -41,8 +42,9 @@ class SGLangEngine:
     ) -> None:
         self.layout, self.concurrent_samples = layout, config.concurrent_samples
         self.dtype = compute_dtype(model, layout.device)
+        hf_config = read_config(model)
         with torch.device("meta"):
-            wanted = transformers.AutoModelForCausalLM.from_config(read_config(model))
+            wanted = transformers.AutoModelForCausalLM.from_config(hf_config)
         self.shapes = {name: parameter.shape for name, parameter in wanted.named_parameters()}
         self.holds_weights = self.awake = False
         self.asleep: set[str] = set()
@@ -65,7 +67,7 @@ class SGLangEngine:
         else:
             import sglang.srt.managers.io_struct  # takes seconds, in which the others start the engine
             import sglang.srt.utils  # noqa: F401
-        self.transport = WeightTransport(layout, self.process, self.shapes)
+        self.transport = WeightTransport(layout, self.process, self.shapes, family_of(hf_config))
         self.sleep((KV_CACHE, WEIGHTS))
 
     def shutdown(self) -> None:

@@ -12,16 +12,10 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from workers.models import family_of
-
 LOG = "GRPO_ENGINE_LOG"
 """The environment variable that names the file for what SGLang's processes print."""
 
 ANSWER_BYTES = 2**20
-
-# SGLang keeps these of Hugging Face's matrices as one.
-FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"}
-FUSED |= {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
 
 
 def run_scheduler(*args: Any, **kwargs: Any) -> None:
@@ -37,11 +31,6 @@ def run_scheduler(*args: Any, **kwargs: Any) -> None:
     run_scheduler_process(*args, **kwargs)
 
 
-def engine_name(name: str) -> str:
-    """Under which name SGLang's model holds the weight that Hugging Face calls `name`."""
-    return ".".join(FUSED.get(part, part) for part in name.split("."))
-
-
 def tell_names(model: torch.nn.Module, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
     """Answer the names of all parameters."""
     _answer(named_tensors[-1][1], [name for name, _ in model.named_parameters()])
@@ -54,6 +43,8 @@ def compare(model: torch.nn.Module, named_tensors: list[tuple[str, torch.Tensor]
     before, and put back: whatever way SGLang fuses and cuts weights, what differs is found, and what was sent for
     a parameter but not taken is seen missing.
     """
+    from workers.models import family_of  # not needed to start
+
     *weights, (_, answer) = named_tensors
     parameters = dict(model.named_parameters())
     family = family_of(model.config)

@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 
 from workers.engines.protocol import Bucket, EngineFailure, checked
-from workers.engines.sglang_hooks import ANSWER_BYTES, compare, engine_name, read_answer, tell_names
+from workers.engines.sglang_hooks import ANSWER_BYTES, compare, read_answer, tell_names
 from workers.engines.sglang_process import EngineProcess
+from workers.models.llama import Llama
 from workers.parallel.mesh import InferenceLayout
 
 QUESTIONS = {question: f"{question.__module__}.{question.__name__}" for question in (tell_names, compare)}
@@ -26,9 +27,9 @@ class WeightTransport:
     """
 
     def __init__(
-        self, layout: InferenceLayout, process: EngineProcess | None, shapes: Mapping[str, torch.Size]
+        self, layout: InferenceLayout, process: EngineProcess | None, shapes: Mapping[str, torch.Size], family: Llama
     ) -> None:
-        self.layout, self.process, self.shapes = layout, process, shapes
+        self.layout, self.process, self.shapes, self.family = layout, process, shapes, family
         self.names_agree = False
 
     def update(self, buckets: Iterable[Bucket]) -> None:
@@ -60,7 +61,7 @@ class WeightTransport:
         """Raise EngineFailure where the engine's model has other weights than its configuration says."""
         with self._session():
             held = set(self._ask(tell_names, []))
-        known = {engine_name(name) for name in self.shapes}
+        known = {self.family.engine_name(name) for name in self.shapes}
         if held != known:
             raise EngineFailure(
                 f"SGLang's model and the trainer's do not have the same weights: they differ in {min(held ^ known)!r}."

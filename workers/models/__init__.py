@@ -13,8 +13,6 @@ FAMILIES: dict[str, type[Llama]] = {"qwen2": Qwen2, "qwen3": Qwen3, "llama": Lla
 def family_of(config: transformers.PretrainedConfig) -> Llama:
     """The family of a model of this Hugging Face config; raises ConfigError for a type that is not in the table."""
     if config.model_type not in FAMILIES:
-        raise ConfigError(
-            f"model.path={config.name_or_path} is of type {config.model_type!r}, which is not supported: "
-            f"use one of {', '.join(FAMILIES)}."
-        )
+        fault = f"is of type {config.model_type!r}, which is not supported: use one of {', '.join(FAMILIES)}"
+        raise ConfigError(f"model.path={config.name_or_path} {fault}.")
     return FAMILIES[config.model_type](config)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from huggingface_hub import snapshot_download
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
 from grpo.config import ConfigError, option
@@ -29,11 +30,10 @@ class ModelConfig:
 
 def compute_dtype(config: ModelConfig, device: torch.device) -> torch.dtype:
     """The type of the forward and backward pass; raises ConfigError for a name that is not one."""
-    names = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-    names["auto"] = torch.bfloat16 if device.type == "cuda" else torch.float32
-    if config.dtype not in names:
+    if config.dtype not in ("auto", "bfloat16", "float32"):
         raise ConfigError(f"model.dtype={config.dtype!r} is not a choice: use auto, bfloat16 or float32.")
-    return names[config.dtype]
+    half = config.dtype == "bfloat16" or (config.dtype == "auto" and device.type == "cuda")
+    return torch.bfloat16 if half else torch.float32
 
 
 def read_config(config: ModelConfig) -> transformers.PretrainedConfig:
@@ -46,16 +46,12 @@ def read_config(config: ModelConfig) -> transformers.PretrainedConfig:
     try:
         hf_config = transformers.AutoConfig.from_pretrained(config.path)
     except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"model.path={config.path} has no config that transformers can read, as a folder or on "
-            f"the hub ({str(error).splitlines()[0]})."
-        ) from error
+        found = f"no config that transformers can read, as a folder or on the hub ({str(error).splitlines()[0]})"
+        raise ConfigError(f"model.path={config.path} has {found}.") from error
     family_of(hf_config)
     if "sliding_attention" in (getattr(hf_config, "layer_types", None) or ()):
-        raise ConfigError(
-            f"model.path={config.path} uses sliding-window attention, which is not supported: set "
-            "use_sliding_window to false in its config.json or use another model."
-        )
+        way_out = "set use_sliding_window to false in its config.json or use another model"
+        raise ConfigError(f"model.path={config.path} uses sliding-window attention, which is not supported: {way_out}.")
     return hf_config
 
 
@@ -72,28 +68,19 @@ def read_tokenizer(config: ModelConfig) -> transformers.PreTrainedTokenizerBase:
         if len(tokenizer) == len(set(tokenizer.all_special_ids)):
             raise ValueError("what is there knows no words")
     except (OSError, ValueError) as error:
+        way_out = f"save one there with tokenizer.save_pretrained ({str(error).splitlines()[0]})"
         raise ConfigError(
-            f"model.path={config.path} has no tokenizer that transformers can read: save one there "
-            f"with tokenizer.save_pretrained ({str(error).splitlines()[0]})."
+            f"model.path={config.path} has no tokenizer that transformers can read: {way_out}."
         ) from error
     if tokenizer.eos_token_id is None:
-        raise ConfigError(
-            f"The tokenizer of model.path={config.path} has no end-of-sequence token: set eos_token "
-            "in its tokenizer_config.json."
-        )
+        way_out = "set eos_token in its tokenizer_config.json"
+        raise ConfigError(f"The tokenizer of model.path={config.path} has no end-of-sequence token: {way_out}.")
     return tokenizer
 
 
 def local_folder(path: str) -> str:
-    """The folder with the safetensors of a Hugging Face folder or hub name, downloaded if need be.
-
-    Raises ConfigError where there are none.
-    """
-    folder = path
-    if not Path(path).is_dir():
-        from huggingface_hub import snapshot_download
-
-        folder = snapshot_download(path, allow_patterns=["*.safetensors", "*.json"])
+    """The folder with the safetensors of a folder or hub name, downloaded if need be; ConfigError if there are none."""
+    folder = path if Path(path).is_dir() else snapshot_download(path, allow_patterns=["*.safetensors", "*.json"])
     if not any(Path(folder).glob("*.safetensors")):
         raise ConfigError(f"model.path={path} has no *.safetensors: save it with save_pretrained of transformers 5.")
     return folder

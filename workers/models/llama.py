@@ -4,6 +4,9 @@ A family owns what its name decides about a model: sizes, tensor-parallel cuts, 
 sequences, operations and activations. The others say what differs from this one.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 import transformers
 from torch.distributed.tensor import Placement
@@ -11,14 +14,35 @@ from torch.distributed.tensor import Placement
 from grpo.config import ConfigError
 from workers.parallel import tensor
 from workers.parallel.attention import PackedSelfAttention
-from workers.parallel.flops import Flops
+
+
+@dataclass(frozen=True)
+class Flops:
+    """The operations of a forward pass: for each token, each pair of tokens, and each token predicted.
+
+    As is usual since PaLM (arXiv:2204.02311, appendix B), these are matrix products alone, with two operations for a
+    multiplication and its addition. Unlike there, causal attention counts only the pairs that it computes, half of all,
+    and the head only the tokens that it is computed for. A backward pass costs twice as much; recomputing counts as 0.
+    """
+
+    token: int
+    pair: int
+    head: int
+
+    def forward(self, lengths: Sequence[int], predicted: int) -> int:
+        """Of sequences of `lengths`, of whose tokens `predicted` get a log-probability."""
+        pairs = sum(length * (length + 1) // 2 for length in lengths)
+        return self.token * sum(lengths) + self.pair * pairs + self.head * predicted
+
+    def cost(self, length: int) -> int:
+        """Of one sequence whose tokens are all predicted: the measure by which work is balanced."""
+        return self.forward([length], length)
 
 
 class Llama:
     """The family of one model, by its Hugging Face config."""
 
-    attention = PackedSelfAttention
-    """What Hugging Face's self-attention becomes."""
+    attention = PackedSelfAttention  # what Hugging Face's self-attention becomes
 
     cuts = (
         dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "lm_head"), tensor.ColumnParallelLinear)
@@ -27,9 +51,6 @@ class Llama:
         | {"norm": tensor.ReplicatedNorm, "embed_tokens": tensor.VocabParallelEmbedding}
     )
     """What a module becomes under tensor parallelism, by the last part of its name."""
-
-    divided = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
-    """The sizes that tensor parallelism must divide."""
 
     fused = dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj")
     fused |= dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj")
@@ -44,12 +65,10 @@ class Llama:
 
     def check_tensor_parallel(self, tp_size: int) -> None:
         """Raise ConfigError for the first size of the model that `tp_size` does not divide."""
-        for name in self.divided:
+        for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"):
             if (size := getattr(self.config, name)) % tp_size:
-                raise ConfigError(
-                    f"actor.tensor_parallel={tp_size} does not divide the model's {name}={size}: "
-                    f"use a divisor of {size}."
-                )
+                fault = f"does not divide the model's {name}={size}: use a divisor of {size}."
+                raise ConfigError(f"actor.tensor_parallel={tp_size} {fault}")
 
     def placement(self, name: str) -> Placement:
         """How the parameter `name` is cut under tensor parallelism."""

@@ -1,22 +1,24 @@
 """Attention over packed sequences: T tokens of many sequences side by side, none of which sees another.
 
 `packed_class` gives Hugging Face's self-attention another forward method, so that its models run unpadded. On CUDA in
-half precision that is torch's varlen flash attention, or FlashAttention 4 (flash4.py). Elsewhere (on a CPU, or in
-float32) the heads are padded to rectangles inside the attention call alone, for torch's SDPA: right-padded causal rows
-need no mask.
+half precision that is torch's varlen flash attention, or FlashAttention 4, which on Hopper takes about half the time
+(attention_backend.py chooses). Elsewhere (on a CPU, or in float32) the heads are padded to rectangles inside the
+attention call alone, for torch's SDPA: right-padded causal rows need no mask.
 """
 
 import functools
+import importlib
 import inspect
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
-from workers.parallel.flash4 import flash4
 from workers.parallel.mesh import to_device
 
 # Torch 2.11 accepts fewer KV heads than query heads; later versions accept them with this argument.
@@ -53,14 +55,11 @@ class PackedSequences:
         counted through, are not padding [n] int64.
         """
         borders, device = self.cu_seqlens.tolist(), self.cu_seqlens.device
-        groups: list[list[int]] = []
-        for row in sorted(range(len(self.lengths)), key=lambda row: -self.lengths[row]):
-            if not groups or self.lengths[row] < 0.6 * self.lengths[groups[-1][0]]:
-                groups.append([])
-            groups[-1].append(row)
-        rectangles = []
-        for group in groups:
-            columns = torch.arange(self.lengths[group[0]])
+        left, rectangles = sorted(range(len(self.lengths)), key=lambda row: -self.lengths[row]), []
+        while left:
+            columns = torch.arange(self.lengths[left[0]])
+            group = [row for row in left if self.lengths[row] >= 0.6 * len(columns)]
+            left = left[len(group) :]
             tokens = torch.stack([(columns + borders[row]).clamp(max=borders[row + 1] - 1) for row in group])
             cells = torch.stack([columns < self.lengths[row] for row in group]).flatten().nonzero()[:, 0]
             rectangles.append((tokens.to(device), cells.to(device)))
@@ -74,8 +73,7 @@ class PackedSelfAttention:
     would cost a compiled kernel ten times the time of the data it moves.
     """
 
-    flash4: bool
-    """Whether CUDA runs FlashAttention 4."""
+    flash4: bool  # whether CUDA runs FlashAttention 4
 
     def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values [1, T, heads, d] before rotation, from [1, T, H]."""
@@ -88,7 +86,8 @@ class PackedSelfAttention:
         """Hidden states [1, T, H], from such and the angles of rotary_angles."""
         query, key, value = self.project(hidden_states)
         cos, sin = position_embeddings
-        query, key = (x * cos + _swap_halves(x) * sin for x in (query, key))
+        # The second factor is a head with its halves swapped.
+        query, key = (x * cos + x.unflatten(-1, (2, -1)).flip(-2).flatten(-2) * sin for x in (query, key))
         out_TND = packed_attention(query[0], key[0], value[0], self.scaling, sequences, self.flash4)
         return self.o_proj(out_TND.reshape(*hidden_states.shape[:-1], -1)), None
 
@@ -106,10 +105,6 @@ def rotary_angles(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """
     first, second = sin.chunk(2, dim=-1)
     return cos.unsqueeze(2), torch.cat((-first, second), dim=-1).unsqueeze(2)
-
-
-def _swap_halves(x: Tensor) -> Tensor:
-    return x.unflatten(-1, (2, -1)).flip(-2).flatten(-2)
 
 
 def packed_attention(
@@ -133,9 +128,68 @@ def _attention_in_rectangles(
     for tokens, cells in sequences.rectangles:
         padded = (x.index_select(0, tokens.flatten()).unflatten(0, tokens.shape) for x in (q_TND, k_TMD, v_TMD))
         q, k, v = (x.transpose(1, 2) for x in padded)
-        out = F.scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
-        )
+        grouped = q.shape[1] != k.shape[1]
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=grouped)
         out_nND = out.transpose(1, 2).flatten(0, 1).index_select(0, cells)
         out_TND = out_TND.index_copy(0, tokens.flatten()[cells], out_nND)
     return out_TND
+
+
+@functools.cache
+def kernels() -> tuple[Callable, Callable]:
+    """FlashAttention 4's forward and backward pass, imported at the first use, since that imports a compiler.
+
+    SGLang's CUDA packages bring it (flash_attn/cute of https://github.com/Dao-AILab/flash-attention, which on Hopper
+    does what FlashAttention-3 does, arXiv:2407.08608). Torch 2.11 to 2.13 can use it instead of their own kernels, but
+    then everywhere in the process, and they expect fewer results than it returns. So it is an operator of its own here.
+    """
+    module = importlib.import_module("flash_attn.cute.interface")
+    return module._flash_attn_fwd, module._flash_attn_bwd
+
+
+def _arguments(cu_seqlens: Tensor, max_seqlen: int, scaling: float) -> dict[str, Any]:
+    """What both passes are told beside tensors [T, heads, D]."""
+    borders = {f"cu_seqlens_{x}": cu_seqlens for x in "qk"} | {f"max_seqlen_{x}": max_seqlen for x in "qk"}
+    return {**borders, "softmax_scale": scaling, "causal": True}
+
+
+@torch.library.custom_op("grpo::flash4", mutates_args=())
+def flash4(
+    q_TND: Tensor, k_TMD: Tensor, v_TMD: Tensor, cu_seqlens: Tensor, max_seqlen: int, scaling: float
+) -> tuple[Tensor, Tensor]:
+    """Causal attention within each sequence: its output [T, N, D] and the log-sum-exp of its scores [N, T]."""
+    forward, _ = kernels()
+    heads = (x.contiguous() for x in (q_TND, k_TMD, v_TMD))
+    out_TND, lse_NT, *_ = forward(*heads, **_arguments(cu_seqlens, max_seqlen, scaling), return_lse=True)
+    return out_TND, lse_NT
+
+
+@flash4.register_fake
+def _(q_TND, k_TMD, v_TMD, cu_seqlens, max_seqlen, scaling):
+    return q_TND.new_empty(q_TND.shape), q_TND.new_empty(q_TND.shape[1], q_TND.shape[0], dtype=torch.float32)
+
+
+@torch.library.custom_op("grpo::flash4_backward", mutates_args=())
+def flash4_backward(grad_TND: Tensor, saved: list[Tensor], max_seqlen: int, scaling: float) -> list[Tensor]:
+    """Gradients to queries, keys and values, from what _save kept."""
+    _, backward = kernels()
+    *heads, cu_seqlens, out_TND, lse_NT = saved
+    tensors = *(x.contiguous() for x in heads), out_TND, grad_TND.contiguous(), lse_NT
+    return list(backward(*tensors, **_arguments(cu_seqlens, max_seqlen, scaling))[:3])
+
+
+@flash4_backward.register_fake
+def _(grad_TND, saved, max_seqlen, scaling):
+    return [x.new_empty(x.shape) for x in saved[:3]]
+
+
+def _save(ctx, inputs, output) -> None:
+    *tensors, ctx.max_seqlen, ctx.scaling = inputs
+    ctx.save_for_backward(*tensors, *output)
+
+
+def _backward(ctx, grad_TND: Tensor, _):
+    return *flash4_backward(grad_TND, list(ctx.saved_tensors), ctx.max_seqlen, ctx.scaling), None, None, None
+
+
+flash4.register_autograd(_backward, setup_context=_save)

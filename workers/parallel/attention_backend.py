@@ -10,8 +10,7 @@ from torch import Tensor
 from grpo.config import ConfigError, choose
 from workers.models import family_of
 from workers.models.hub import ModelConfig, compute_dtype
-from workers.parallel.attention import PackedSequences, packed_attention
-from workers.parallel.flash4 import flash4, why_not
+from workers.parallel.attention import PackedSequences, flash4, kernels, packed_attention
 
 ATTENTIONS = ("auto", "torch", "flash4")
 
@@ -34,6 +33,19 @@ def why_not_flash4(config: ModelConfig, hf_config: transformers.PretrainedConfig
     if reason and config.attention == "flash4":
         raise ConfigError(f"model.attention=flash4 cannot be: {reason}. Use auto or torch.")
     return reason
+
+
+@functools.cache
+def why_not(device: torch.device) -> str:
+    """Why FlashAttention 4 cannot run on `device`, as the end of a sentence; empty where it can."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+        return "the device is not a Hopper GPU"
+    try:
+        kernels()
+    # A package that is missing, or that was made for other versions of what it builds on.
+    except (ImportError, OSError, AttributeError, TypeError, RuntimeError) as error:
+        return f"flash_attn.cute cannot be imported ({error!r})"
+    return ""
 
 
 @functools.cache

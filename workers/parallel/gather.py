@@ -4,6 +4,7 @@ Tensor parallelism cuts a parameter by rows or by columns, or leaves it whole, a
 holds by rows. With replicate > 1 each copy of the model gathers for itself.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -19,18 +20,12 @@ from workers.parallel.mesh import TrainingLayout
 
 @dataclass(frozen=True)
 class _Cut:
-    """How one parameter is cut: a rank has `rows` x `columns` of it, the last ones of dp_shard fewer rows or none."""
+    """How one parameter is cut: each rank sends a `piece`, but the last of dp_shard fill fewer of its rows or none."""
 
     name: str
     shape: torch.Size  # of the whole parameter
-    rows: int
-    columns: int
+    piece: torch.Size  # [rows, columns]
     tp_dim: int | None  # the dimension that tensor parallelism cuts
-
-    @property
-    def size(self) -> int:
-        """Elements of a piece, as it is sent."""
-        return self.rows * self.columns
 
 
 class Gatherer:
@@ -55,17 +50,18 @@ class Gatherer:
         self.parameters, self.layout, self.dtype, self.adapters = parameters, layout, dtype, adapters or {}
         self.group, self.group_size = layout.replica_group, layout.dp_shard * layout.tp_size
         self.group_rank = dist.get_rank(self.group)
-        self.plan: list[list[_Cut]] = [[]]
-        size = 0
+        sizes = {name: parameter.numel() * dtype.itemsize for name, parameter in parameters.items()}
+        self.bytes = sum(sizes.values())
         # The largest needs that much at any rate, and each bucket costs the engine a request.
-        bucket_bytes = max(bucket_bytes, *(p.numel() * dtype.itemsize for p in parameters.values()))
+        bucket_bytes = max(bucket_bytes, *sizes.values())
+        self.plan: list[list[_Cut]] = []
+        room = 0  # bytes left in the last bucket
         for name, parameter in parameters.items():
-            size += parameter.numel() * dtype.itemsize
-            if size > bucket_bytes:
+            if sizes[name] > room:
                 self.plan.append([])
-                size = parameter.numel() * dtype.itemsize
+                room = bucket_bytes
             self.plan[-1].append(self._cut(name, parameter))
-        self.bytes = sum(parameter.numel() for parameter in parameters.values()) * dtype.itemsize
+            room -= sizes[name]
 
     def _cut(self, name: str, parameter: torch.nn.Parameter) -> _Cut:
         last = parameter.placements[-1]
@@ -73,14 +69,15 @@ class Gatherer:
         shape = list(parameter.shape)
         if tp_dim is not None:
             shape[tp_dim] //= self.layout.tp_size
-        return _Cut(name, parameter.shape, -(-shape[0] // self.layout.dp_shard), torch.Size(shape[1:]).numel(), tp_dim)
+        piece = torch.Size([math.ceil(shape[0] / self.layout.dp_shard), math.prod(shape[1:])])
+        return _Cut(name, parameter.shape, piece, tp_dim)
 
     def buckets(self) -> Iterator[Bucket]:
         """All weights, each once; every rank must take part. A bucket is overwritten when the next one is asked for."""
         most = max(sum(cut.shape.numel() for cut in cuts) for cuts in self.plan)
         flat = torch.empty(most, dtype=self.dtype, device=self.layout.device)
         if self.group_size > 1:
-            most = max(sum(cut.size for cut in cuts) for cuts in self.plan)
+            most = max(sum(cut.piece.numel() for cut in cuts) for cuts in self.plan)
             received = torch.empty(most * self.group_size, dtype=self.dtype, device=self.layout.device)
             arrival, pieces = self._gather(self.plan[0], received)
         for cuts, following in zip(self.plan, [*self.plan[1:], None], strict=True):
@@ -104,7 +101,7 @@ class Gatherer:
 
     def _gather(self, cuts: Sequence[_Cut], received: Tensor) -> tuple[dist.Work, tuple[Tensor, ...]]:
         """Begin to gather one bucket into `received`; returns also where each weight's pieces arrive, [ranks, size]."""
-        sizes = [cut.size for cut in cuts]
+        sizes = [cut.piece.numel() for cut in cuts]
         rows = received[: sum(sizes) * self.group_size].view(self.group_size, -1)
         mine, locals_ = rows[self.group_rank], [self._local(cut.name).reshape(-1) for cut in cuts]
         sent = zip(mine.split(sizes), locals_, strict=True)
@@ -118,23 +115,22 @@ class Gatherer:
         dp_shard, tp_size = self.layout.dp_shard, self.layout.tp_size
         for cut, piece, target in zip(cuts, pieces, weights, strict=True):
             # Below, piece is [1 or tp_size, dp_shard, rows, ...], and target the same with dp_shard and rows as one.
-            piece = piece.unflatten(0, (dp_shard, tp_size)).unflatten(2, (cut.rows, cut.columns))
-            if cut.tp_dim is None:
-                piece, target = piece[:, 0].unsqueeze(0), target.view(1, target.shape[0], -1)
-            elif cut.tp_dim == 0:
+            piece = piece.unflatten(0, (dp_shard, tp_size)).unflatten(2, cut.piece)
+            if cut.tp_dim == 0:
                 piece, target = piece.transpose(0, 1), target.view(tp_size, target.shape[0] // tp_size, -1)
             else:
                 # A whole row is its tensor-parallel pieces side by side: [1, dp_shard, rows, tp_size, columns].
-                piece = piece.transpose(1, 2)[None]
+                piece = piece[:, 0][None] if cut.tp_dim is None else piece.transpose(1, 2)[None]
                 target = target.view(1, target.shape[0], -1)
-            if target.shape[1] == dp_shard * cut.rows:
+            rows = cut.piece[0]
+            if target.shape[1] == dp_shard * rows:
                 sources.append(piece)
                 targets.append(target.view(piece.shape))
                 continue
             for shard in range(dp_shard):
                 # The last shards have fewer rows: what they sent beyond those is no weight.
-                source = piece[:, shard, : max(0, target.shape[1] - shard * cut.rows)]
-                share = target[:, shard * cut.rows :][:, : source.shape[1]]
+                source = piece[:, shard, : max(0, target.shape[1] - shard * rows)]
+                share = target[:, shard * rows :][:, : source.shape[1]]
                 sources.append(source)
                 targets.append(share.view(source.shape))
         torch._foreach_copy_(targets, sources)

@@ -9,8 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 2048
-"""Logits of one token that a program works on at a time."""
+BLOCK = 2048  # logits of one token that a program works on at a time
 
 
 def softmax_sums(logits_NV: Tensor, local_N: Tensor, scale: float, entropy: bool) -> Tensor:

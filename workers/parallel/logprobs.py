@@ -56,8 +56,7 @@ class _HeadLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden_NH, weight_VH, head, with_entropy):
         chunks = _Chunks(hidden_NH, weight_VH, head, with_entropy)
-        results = [chunks.forward_chunk(chunk)[1] for chunk in chunks]
-        logprobs, entropy, lse = torch.cat(results, dim=1)
+        logprobs, entropy, lse = torch.cat([chunks.forward_chunk(chunk)[1] for chunk in chunks], dim=1)
         ctx.save_for_backward(hidden_NH, weight_VH, lse, entropy)
         ctx.head, ctx.with_entropy = head, with_entropy
         return logprobs, entropy
@@ -68,7 +67,7 @@ class _HeadLogprobs(torch.autograd.Function):
         chunks = _Chunks(hidden_NH, weight_VH, ctx.head, ctx.with_entropy)
         for chunk in chunks:
             per_token = torch.stack([lse[chunk], entropy[chunk], grad_logprobs[chunk], grad_entropy[chunk]])
-            chunks.backward_chunk(chunk, chunks.logits(chunk), per_token)
+            chunks.backward_chunk(chunk, hidden_NH[chunk] @ weight_VH.T, per_token)
         return *chunks.gradients(), None, None
 
 
@@ -114,13 +113,9 @@ class _Chunks:
         starts = range(0, max(len(self.hidden), 1), self.head.chunk_size)
         return (slice(start, start + self.head.chunk_size) for start in starts)
 
-    def logits(self, chunk: slice) -> Tensor:
-        """[n, V_local], before temperature."""
-        return self.hidden[chunk] @ self.weight.T
-
     def forward_chunk(self, chunk: slice) -> tuple[Tensor, Tensor]:
-        """The chunk's logits; and its log-probabilities, entropies and log-sum-exps (lse), [3, n] float32."""
-        logits = self.logits(chunk)
+        """Logits [n, V_local] before temperature; log-probabilities, entropies, log-sum-exps (lse), [3, n] float32."""
+        logits = self.hidden[chunk] @ self.weight.T
         sums = self.softmax_sums(logits, self.local_targets[chunk], 1 / self.head.temperature, self.entropy)
         highest, exps, weighted, target = sums
         if self.group is not None:

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import distribute_tensor
 
-from grpo.config import ConfigError, choose, option
+from grpo.config import ConfigError, check_values, option
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -22,10 +22,12 @@ TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 @dataclass
 class LoraConfig:
     rank: int = option(
-        0, "Train adapters of this rank instead of the weights (LoRA, needs peft); 0 trains the weights."
+        0, "Train adapters of this rank instead of the weights (LoRA, needs peft); 0 trains the weights.", at_least=0
     )
-    alpha: float = option(32.0, "What an adapter adds is scaled by alpha / rank.")
-    targets: list[str] = option(list(TARGETS), f"The linear layers with an adapter, of {', '.join(TARGETS)}.")
+    alpha: float = option(32.0, "What an adapter adds is scaled by alpha / rank.", above=0)
+    targets: list[str] = option(
+        list(TARGETS), f"The linear layers with an adapter, of {', '.join(TARGETS)}.", choices=TARGETS
+    )
 
     @property
     def scale(self) -> float:
@@ -33,12 +35,7 @@ class LoraConfig:
 
     def check(self, tensor_parallel: int) -> None:
         """Raise ConfigError for the first value that cannot work, and where peft is missing."""
-        if self.rank < 0 or self.alpha <= 0:
-            raise ConfigError(
-                f"actor.lora.rank={self.rank} must be at least 0 and actor.lora.alpha={self.alpha} above 0."
-            )
-        for target in self.targets:
-            choose(target, TARGETS, "actor.lora.targets")
+        check_values(self, "actor.lora.")
         if not self.rank:
             return
         if not self.targets:
@@ -60,7 +57,7 @@ class Adapter:
     B: nn.Parameter  # [rows, rank]
     scale: float
 
-    def merged(self, local: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def merged(self, local: Tensor, dtype: torch.dtype) -> Tensor:
         """This rank's rows `local` of the weight with what is added to them, as a new tensor, rounded once to `dtype`.
 
         B is sharded as the weight is, and A is gathered: every rank must take part.

@@ -1,4 +1,4 @@
-"""Owns the processes: joining them, and how they are laid out for training and for inference."""
+"""Owns the processes: their devices, joining them, and how they are laid out for training and for inference."""
 
 import os
 import time
@@ -11,10 +11,17 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from grpo.config import ConfigError
 
+PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "H800": 989e12, "A100": 312e12, "A800": 312e12, "B200": 2250e12}
+"""Dense bfloat16 operations a second from NVIDIA's data sheets, by a piece of the device's name."""
+
+
+def peak_of(name: str) -> float | None:
+    """The operations a second of a device called `name`, where they are known."""
+    return next((peak for piece, peak in PEAK_FLOPS.items() if piece in name), None)
+
 
 def pick_device(device: str) -> torch.device:
     """The device of this process for `device` in auto, cpu, cuda; raises ConfigError where it does not exist."""
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu":
@@ -22,17 +29,15 @@ def pick_device(device: str) -> torch.device:
     if device != "cuda":
         raise ConfigError(f"device={device!r} is not a choice: use auto, cpu or cuda.")
     if not torch.cuda.is_available():
-        raise ConfigError(
-            "device=cuda was asked for, but torch sees no CUDA device: use device=cpu, or install a "
-            "CUDA build of torch."
-        )
+        way_out = "use device=cpu, or install a CUDA build of torch"
+        raise ConfigError(f"device=cuda was asked for, but torch sees no CUDA device: {way_out}.")
     count, local_world = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if local_world > count:
         raise ConfigError(
             f"{local_world} processes were started on this machine, which has {count} CUDA device(s): "
             f"start at most {count} with --nproc-per-node, or use device=cpu."
         )
-    return torch.device("cuda", local_rank)
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
 
 
 def is_controller() -> bool:
@@ -51,14 +56,12 @@ def join(device: torch.device, timeout_seconds: float) -> None:
     CPU tensors travel over gloo and CUDA tensors over NCCL. Every collective ends with an error after
     `timeout_seconds`, so that a dead peer is never waited for without an end.
     """
+    backend = "gloo"
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    timeout = timedelta(seconds=timeout_seconds)
-    if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=timeout)
-    else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        backend = "cpu:gloo,cuda:nccl"
+    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds), **alone)
 
 
 def leave() -> None:
@@ -83,20 +86,19 @@ def make_store() -> dist.Store:
 class TrainingLayout:
     """How the processes hold the trained model: a mesh of dp_replicate x dp_shard x tp ranks.
 
-    Two questions have an answer each. Whose rows: a batch is split into dp_size shares, and this process works on that
-    of dp_rank, as its tensor-parallel peers do. Over whom sums go: what is summed over tokens, losses and gradients
-    among it, is summed over `sum_group`, whose sum_size ranks see other tokens but hold the same part of each weight.
+    Whose rows: a batch is split into dp_size shares, and this process works on that of dp_rank, as its tensor-parallel
+    peers do. Over whom sums go: what is summed over tokens, losses and gradients among it, is summed over `sum_group`,
+    whose sum_size ranks see other tokens but hold the same part of each weight.
     """
 
     device: torch.device
-    mesh: DeviceMesh  # (dp_replicate, dp_shard, tp)
     dp_replicate: int  # copies of the sharded model
     dp_shard: int
     dp_rank: int
     dp_size: int
+    fsdp_mesh: DeviceMesh  # what FSDP shards, and where there are copies replicates, over
     tp_rank: int
     tp_size: int
-    fsdp_mesh: DeviceMesh  # what FSDP shards, and where there are copies replicates, over
     tp_mesh: DeviceMesh
     sum_group: dist.ProcessGroup
     sum_size: int
@@ -105,10 +107,7 @@ class TrainingLayout:
 
 @dataclass(frozen=True)
 class InferenceLayout:
-    """How the processes share engines: dp_size of them, each on tp_size ranks of one machine, of which tp_rank 0 leads.
-
-    This process belongs to engine dp_rank.
-    """
+    """How dp_size engines share the processes: tp_size ranks of one machine each, led by tp_rank 0; ours is dp_rank."""
 
     device: torch.device
     dp_rank: int
@@ -129,41 +128,21 @@ def count_shards(world: int, replicate: int, tensor: int) -> int:
 
 
 def make_training_layout(device: torch.device, replicate: int = 1, tensor: int = 1) -> TrainingLayout:
-    """Lay all processes out for training, tensor-parallel peers side by side.
-
-    Raises ConfigError where replicate x tensor does not divide their number.
-    """
-    rank, world = dist.get_rank(), dist.get_world_size()
+    """Lay all processes out for training, tensor-parallel peers side by side; raises ConfigError as count_shards."""
+    world = dist.get_world_size()
     shards = count_shards(world, replicate, tensor)
     names = ("dp_replicate", "dp_shard", "tp")
     mesh = init_device_mesh(device.type, (replicate, shards, tensor), mesh_dim_names=names)
-    dp_rank, tp_rank = divmod(rank, tensor)
-    sum_groups = [dist.new_group(list(range(first, world, tensor))) for first in range(tensor)]
-    replica_groups = _groups_of(shards * tensor)
-    return TrainingLayout(
-        device,
-        mesh,
-        dp_replicate=replicate,
-        dp_shard=shards,
-        dp_rank=dp_rank,
-        dp_size=replicate * shards,
-        tp_rank=tp_rank,
-        tp_size=tensor,
-        fsdp_mesh=mesh["dp_replicate", "dp_shard"] if replicate > 1 else mesh["dp_shard"],
-        tp_mesh=mesh["tp"],
-        sum_group=sum_groups[tp_rank],
-        sum_size=replicate * shards,
-        replica_group=replica_groups[rank // (shards * tensor)],
-    )
+    dp_rank, tp_rank = divmod(dist.get_rank(), tensor)
+    fsdp_mesh = mesh["dp_replicate", "dp_shard"] if replicate > 1 else mesh["dp_shard"]
+    sum_group, _ = dist.new_subgroups_by_enumeration([list(range(first, world, tensor)) for first in range(tensor)])
+    replica_group, _ = dist.new_subgroups(shards * tensor)
+    dp, tp = (replicate, shards, dp_rank, replicate * shards, fsdp_mesh), (tp_rank, tensor, mesh["tp"])
+    return TrainingLayout(device, *dp, *tp, sum_group, sum_group.size(), replica_group)
 
 
 def make_inference_layout(device: torch.device, tensor: int = 1) -> InferenceLayout:
     """Lay all processes out for engines of `tensor` ranks each, which must divide their number."""
     dp_rank, tp_rank = divmod(dist.get_rank(), tensor)
-    group = _groups_of(tensor)[dp_rank] if tensor > 1 else None
+    group = dist.new_subgroups(tensor)[0] if tensor > 1 else None
     return InferenceLayout(device, dp_rank, dist.get_world_size() // tensor, tp_rank, tensor, group)
-
-
-def _groups_of(size: int) -> list[dist.ProcessGroup]:
-    """Groups of `size` neighbouring ranks each; every rank must take part."""
-    return [dist.new_group(list(range(first, first + size))) for first in range(0, dist.get_world_size(), size)]

@@ -1,7 +1,4 @@
-"""A Hugging Face causal language model as the trainer runs it: packed, tensor-parallel, sharded by FSDP2.
-
-`load_policy` builds it on the meta device, cuts it over the mesh and reads from safetensors what each rank needs.
-"""
+"""A Hugging Face causal language model as the trainer runs it: packed, tensor-parallel, sharded by FSDP2."""
 
 import functools
 from collections.abc import Callable
@@ -24,26 +21,23 @@ from workers.parallel.mesh import TrainingLayout
 from workers.parallel.tensor import parallelize
 
 PREFIX = "causal_lm."
+SMALLEST_UNIT = 1_000_000
+"""Parameters from which on a layer is gathered alone: smaller ones cost more in collectives than they save."""
+
 ANY_LENGTH = {"triton.mix_order_reduction_non_strict_mode": True}
 """Makes Inductor fuse a norm's gradients for any number of tokens. By default it wants, among others, at least 4096,
 and compiles the layers again in the middle of a run for the first micro-batch with fewer
 (https://github.com/pytorch/pytorch/pull/171941)."""
 
-SMALLEST_UNIT = 1_000_000
-"""Parameters from which on a layer is gathered alone: smaller ones cost more in collectives than they save."""
-
 
 class Policy(nn.Module):
-    """`causal_lm` answering with log-probabilities: the one forward pass of actor, reference and warm start.
-
-    Tied embeddings are kept once, as `embed_tokens`, which the language-model head then reads.
-    """
+    """`causal_lm` answering with log-probabilities: the one forward pass of actor, reference and warm start."""
 
     def __init__(self, causal_lm: transformers.PreTrainedModel, layout: TrainingLayout, compiled: bool = False) -> None:
         super().__init__()
         self.causal_lm, self.layout, self.compiled = causal_lm, layout, compiled
         self.tied = causal_lm.config.tie_word_embeddings
-        if self.tied:
+        if self.tied:  # kept once, as embed_tokens, which the language-model head then reads
             causal_lm.lm_head = nn.Identity()
 
     def forward(
@@ -101,9 +95,8 @@ def load_policy(
 ) -> Policy:
     """The policy of `config.path` cut over `layout`, in float32 where it trains and in its compute type otherwise.
 
-    `compiled`: compile each layer, for any number of tokens, and run the head's Triton kernels. `recompute`: which
-    layers are computed again in the backward pass instead of keeping their activations: none, selective (every other)
-    or full. `reshard`: free a layer's gathered weights after each use, instead of keeping them until
+    `compiled`: compile each layer, for any number of tokens, and run the head's Triton kernels. `recompute`: as in
+    ActorConfig. `reshard`: free a layer's gathered weights after each use, instead of keeping them until
     `Policy.reshard_all`. `lora`: with a rank above 0, its adapters are what trains. Raises ConfigError for a model
     that is not supported, whose sizes tensor parallelism does not divide, or that has no weights.
     """

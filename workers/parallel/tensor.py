@@ -18,17 +18,13 @@ from torch.nn import functional as F
 
 
 def parallelize(causal_lm: transformers.PreTrainedModel, mesh: DeviceMesh, kinds: Mapping[str, type]) -> None:
-    """Turn the modules whose last name is in `kinds` into these kinds, with parameters cut over `mesh`.
-
-    A module without parameters stays as it is: that is a head which reads the weight of the embeddings.
-    """
+    """Turn the modules whose last name is in `kinds` into these kinds, with parameters cut over `mesh`."""
     for name, module in causal_lm.named_modules():
         kind, parameters = kinds.get(name.rpartition(".")[2]), dict(module.named_parameters(recurse=False))
-        if kind is None or not parameters:
+        if kind is None or not parameters:  # none: a head that reads the weight of the embeddings
             continue
         for which, parameter in parameters.items():
-            cut = distribute_tensor(parameter, mesh, [kind.placements[which]])
-            module.register_parameter(which, nn.Parameter(cut))
+            setattr(module, which, nn.Parameter(distribute_tensor(parameter, mesh, [kind.placements[which]])))
         module.__class__ = kind
         module.tp_group, module.tp_rank = mesh.get_group(), mesh.get_local_rank()
 
@@ -73,8 +69,7 @@ class ReplicatedNorm(nn.Module):
     """RMSNorm as the model families have it, with its weight on every rank: [*, n] to [*, n]."""
 
     placements = {"weight": Replicate()}
-    gradient: Placement = Replicate()
-    """What a rank computes of the weight's gradient: all of it (Replicate), or an addend (Partial)."""
+    gradient: Placement = Replicate()  # of the weight's gradient a rank computes all (Replicate) or an addend (Partial)
 
     def forward(self, inputs: Tensor) -> Tensor:
         wide = inputs.float()
