@@ -181,10 +181,7 @@ class AlgorithmConfig:
         return self.kl_in == "reward" and self.kl_coefficient > 0
 
     def sees_whole_responses(self, off_policy: bool) -> bool:
-        """Whether a token's loss needs log-probabilities of its response's other tokens.
-
-        off_policy: there are old log-probabilities, so that the ratio is not 1 anyway.
-        """
+        """Whether a token's loss needs those of its response's others; off_policy: old log-probabilities are there."""
         corrected = self.correction != "none" and self.correction_level == "sequence"
         return corrected or (self.ratio == "sequence" and off_policy)
 

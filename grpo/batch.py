@@ -29,10 +29,7 @@ from tensordict import TensorDict
 
 @dataclass
 class Trajectory:
-    """What the policy was given and what it sampled, T tokens in the order in which it saw them.
-
-    What the engine saw and sampled stands here exactly: nothing is ever decoded and tokenised again.
-    """
+    """The T tokens that the policy saw and sampled, exactly: none is ever decoded and tokenised again."""
 
     tokens: np.ndarray  # [T] int64
     group: int = 0  # which prompt of the step it answers

@@ -95,10 +95,7 @@ def sequence_sums(values_N: Tensor, seq_id_N: Tensor) -> Tensor:
 
 
 def sequence_ratio(logprobs_N: Tensor, old_N: Tensor, seq_id_N: Tensor) -> Tensor:
-    """Each token has its sequence's value and its own gradient.
-
-    Their mean over the sequence has the gradient of the sequence's ratio (GSPO-token, arXiv:2507.18071, equation 14).
-    """
+    """Each token has its sequence's value and its own gradient, whose mean is the sequence's (GSPO-token, eq. 14)."""
     gap_N = (logprobs_N - old_N).detach()
     mean_N = sequence_sums(gap_N, seq_id_N) / sequence_sums(torch.ones_like(gap_N), seq_id_N)
     return (mean_N + logprobs_N - logprobs_N.detach()).exp()

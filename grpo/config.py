@@ -33,10 +33,7 @@ REMOVED = {
 
 
 class ConfigError(ValueError):
-    """What the user gave cannot work. Its message is one sentence that says what, where and the way out.
-
-    The command line prints it without a traceback and exits with 2.
-    """
+    """What the user gave cannot work. The message, one sentence for the command line, names it and the way out."""
 
 
 def option(default: Any, doc: str, stands_for: Callable[[Any], dict[str, Any]] | None = None, **limits: Any) -> Any:
@@ -94,11 +91,7 @@ def describe(schema: type) -> Iterator[tuple[str, str, Any, str]]:
 
 
 def load(schema: type[T], path: str | Path | None = None, overrides: list[str] | tuple[str, ...] = ()) -> T:
-    """Build `schema` from its defaults, then the YAML file at `path`, then `key=value` overrides.
-
-    Raises ConfigError for a file that is missing or unreadable, an unknown key (with its new name or the nearest known
-    one) and a value of the wrong type.
-    """
+    """`schema` from defaults, the YAML file at `path` and `key=value` overrides; ConfigError for what does not fit."""
     given = []
     if path is not None:
         if not Path(path).is_file():

@@ -59,10 +59,7 @@ def sft_loss(logprobs_N: Tensor, loss_weights_N: Tensor) -> Tensor:
 
 
 def gap_metrics(logprobs_N: Tensor, fields: dict[str, Tensor]) -> dict[str, Metric]:
-    """How the engine's log-probabilities (rollout_logprobs) differ from the trainer's (old_logprobs, if there are any).
-
-    Another temperature stretches log-probabilities: the gap then follows them, which nothing else makes it do.
-    """
+    """How rollout_logprobs differ from the trainer's: another temperature alone makes the gap follow them."""
     ours = fields.get("old_logprobs", logprobs_N.detach())
     gap = fields["rollout_logprobs"] - ours
     return {

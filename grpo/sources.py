@@ -20,10 +20,7 @@ READERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "cs
 
 
 def load_rows(source: str, split: str, subset: str | None = None, key: str = "data.train") -> datasets.Dataset:
-    """The rows of `source` (see `DataConfig.train`); what exists on disk wins over a hub name.
-
-    Raises ConfigError, naming the setting `key`, where it is missing, unreachable, unreadable, empty or has no `split`.
-    """
+    """The rows of `source`; what exists on disk wins over a hub name. Raises ConfigError, naming the setting `key`."""
     path = Path(source).expanduser()
     looks_like_path = source.startswith((".", "/", "~")) or source.endswith(tuple(READERS)) or source.count("/") > 1
     if path.is_file():

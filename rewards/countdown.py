@@ -56,10 +56,7 @@ def countdown(completion: str, row: dict, *, valid: float = 0.1, format: float =
 
 
 def evaluate(tokens: list[str]) -> Fraction | None:
-    """The exact value of an expression given as tokens, None if it divides by zero; ValueError if it is not one.
-
-    This is Dijkstra's shunting-yard algorithm, computing as it goes.
-    """
+    """The value of an expression's tokens (shunting-yard), None if it divides by zero; ValueError if it is none."""
     values: list[Fraction | None] = []
     pending: list[str] = []
     operand_next = True

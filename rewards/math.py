@@ -24,10 +24,7 @@ BOX = "\\boxed{"
 
 @register("math", needs=("answer",), imports=("math_verify",))
 def math(completion: str, row: dict) -> float:
-    """1.0 if the final answer of `completion` equals row["answer"] (str), else 0.0.
-
-    Raises ValueError for a row whose answer is missing, not a string or not mathematics.
-    """
+    """1.0 if the final answer equals row["answer"] (str), else 0.0; ValueError where that is no mathematics."""
     from math_verify import parse, verify
 
     if not isinstance(row.get("answer"), str):

@@ -84,10 +84,7 @@ def find(name: str) -> Reward:
 
 
 def get(name: str, **options: Any) -> RewardFunction:
-    """The reward `name` with these `options`, as a function `(completion: str, row: dict) -> float`.
-
-    Raises ValueError for a reward that does not exist and for an option that it does not take.
-    """
+    """The reward `name` with `options` as (completion, row) -> float; ValueError for an unknown name or option."""
     reward = find(name)
     for option in options:
         if not reward.options:
@@ -100,10 +97,7 @@ def get(name: str, **options: Any) -> RewardFunction:
 
 
 def load_file(path: str | Path) -> None:
-    """Import a Python file from outside rewards/, which registers its rewards; a second time does nothing.
-
-    Raises ValueError for a file that is missing or registers nothing, and what the file itself raises.
-    """
+    """Import a file from outside rewards/, once; raises ValueError where it is missing or registers nothing."""
     path = Path(path).expanduser().resolve()
     if any(reward.file == path for reward in REGISTRY.values()):
         return
@@ -140,10 +134,7 @@ class RewardsConfig:
 
 
 def validate(config: RewardsConfig) -> None:
-    """Raise a ValueError of one sentence for the first setting that cannot work.
-
-    This imports the reward files, but not what they import when they are called.
-    """
+    """Import the reward files and raise a ValueError of one sentence for the first setting that cannot work."""
     if not config.weights:
         raise ValueError("rewards.weights is empty: give at least one reward, such as rewards.weights.math=1.")
     for key in ("processes", "timeout_seconds"):

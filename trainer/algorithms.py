@@ -17,10 +17,7 @@ def list_algorithms() -> str:
 
 
 def describe_algorithm(name: str) -> str:
-    """The formula of a preset, each choice, its paper and how it differs from grpo.
-
-    Raises ConfigError for a name that is not a preset.
-    """
+    """A preset's formula, choices, paper and differences from grpo; raises ConfigError for another name."""
     values_of(name)
     config, usual = AlgorithmConfig.of(name), AlgorithmConfig()
     lines = [f"{name}: {PRESETS[name].paper}", "", *_wrapped(PRESETS[name].about), "", *formula(config), ""]

@@ -82,10 +82,7 @@ class Checkpoints:
         dist.barrier()
 
     def load(self, checkpoint: Path, actor: ActorWorker) -> None:
-        """Bring `actor` to `checkpoint`, whatever layout saved it; every rank must call it.
-
-        Raises ConfigError where the checkpoint was trained with other settings of actor.lora.
-        """
+        """Bring `actor` to `checkpoint`, whatever layout saved it; ConfigError where its actor.lora was another."""
         progress = read_progress(checkpoint)
         saved, present = LoraConfig(**progress.get("lora", {})), actor.config.lora
         if saved != present and (saved.rank or present.rank):

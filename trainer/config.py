@@ -137,10 +137,7 @@ class TrainConfig(RunConfig):
 
     @property
     def needs_old_logprobs(self) -> bool:
-        """Whether the policy's log-probabilities before the first update are computed beforehand.
-
-        With one update a step, that update computes them itself: only a KL term in the reward needs them earlier.
-        """
+        """Whether old log-probabilities need a pass of their own: a single update a step computes them itself."""
         return self.batch.updates_per_step > 1 or self.algorithm.kl_in_reward
 
     @property

@@ -12,10 +12,7 @@ from grpo.config import ConfigError
 
 
 def open_record(folder: Path, start_step: int) -> list[dict]:
-    """The metrics up to `start_step`; makes the record's files or cuts off their later rows, which the run does again.
-
-    Raises ConfigError where the folder cannot be written.
-    """
+    """The metrics up to `start_step`; cuts off later rows, which come again. ConfigError where it cannot be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         history, _ = [_cut(folder / name, start_step) for name in ("metrics.jsonl", "samples.jsonl")]
@@ -98,10 +95,7 @@ class TensorBoard:
 
 
 class Wandb:
-    """A run of Weights & Biases, offline where there is no login and no network; a resumed run goes on in the same one.
-
-    Whatever it fails with is told to the user by `say`, once, and ends the copy but not the run.
-    """
+    """A run of Weights & Biases, offline without login or network; a failure is said once and ends the copy alone."""
 
     def __init__(self, project: str, folder: Path, start_step: int, resolved: dict, say: Callable[[str], None]) -> None:
         self._say, self._stopped = say, False

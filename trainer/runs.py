@@ -25,11 +25,7 @@ class Run:
     data: dict[str, Any] | None = None  # the state of the data at that checkpoint
 
     def begin(self) -> str:
-        """Free the folder for a run that begins anew; returns a sentence for the user. On the controller alone.
-
-        The folder of an earlier run is moved whole to the first of NAME.previous-1, NAME.previous-2, ... that does not
-        exist. Raises ConfigError where it cannot be moved.
-        """
+        """Move an earlier run's folder to the first free NAME.previous-N; returns a sentence for the user."""
         if self.resumed is not None:
             return f"Going on after step {self.step} from {self.resumed}."
         if not holds_run(self.folder):

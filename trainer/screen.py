@@ -116,10 +116,7 @@ def _line(*cells: RenderableType) -> Table:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """`values` as `width` block characters from their least to their greatest; NaN and inf are gaps.
-
-    More values than `width` are averaged in even buckets and fewer are repeated, so that the line spans all of them.
-    """
+    """`values`, averaged or repeated, as `width` block characters from least to greatest; NaN and inf are gaps."""
     blocks, count, means = "▁▂▃▄▅▆▇█", len(values), []
     for i in range(width if values else 0):
         start, end = i * count // width, (i + 1) * count // width

@@ -64,10 +64,7 @@ class ActorConfig(OptimizerConfig):
         return device.type == "cuda" if self.compile is None else self.compile
 
     def reshards(self, shards: int) -> bool:
-        """Whether a layer's weights, gathered from `shards` processes, are freed after each use.
-
-        One shard gathers from none: what it would free and make again are its own weights in the compute type.
-        """
+        """Whether a layer's weights, gathered from `shards` processes (from none if 1), are freed after each use."""
         return shards > 1 or self.lora.rank > 0 if self.reshard is None else self.reshard
 
 

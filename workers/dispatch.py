@@ -24,10 +24,7 @@ CONTROLLER = 0
 
 
 class WorkerGroup:
-    """All processes that play one role, and how rows travel between them over gloo.
-
-    cost: of a row of so many tokens, which is what is balanced over the data-parallel ranks.
-    """
+    """All processes of one role, and how rows, balanced by their `cost` (of so many tokens), travel between them."""
 
     def __init__(self, layout: TrainingLayout | InferenceLayout, cost: Callable[[int], float] = float) -> None:
         self.layout, self.cost = layout, cost
@@ -37,11 +34,7 @@ class WorkerGroup:
             dist.all_gather_object(self.places, mine)
 
     def scatter(self, batch: TensorDict | None, fields: Sequence[str], what: str) -> TensorDict:
-        """This rank's rows of the controller's batch: those of its `fields` that it has, and `row`, their numbers.
-
-        Rows are balanced by their costs. Raises RuntimeError naming `what` where the controller does not send
-        within the process group's timeout.
-        """
+        """This rank's rows: the `fields`, and their numbers `row`. RuntimeError naming `what` at a timeout."""
         if not is_controller():
             return _unpack(_wait_for(CONTROLLER, f"its rows of {what} from the controller"))
         batch = batch.select(*fields, strict=False)

@@ -59,10 +59,7 @@ class Peaks:
 
 
 class SharedMemory:
-    """Decides `release`, what the engine lets go of while the trainer works, by the names of rollout.release.
-
-    weight_bytes: of the whole model in the engine's type.
-    """
+    """Decides `release`, what the engine lets go of while the trainer works. weight_bytes: of the whole model."""
 
     def __init__(
         self, actor: ActorWorker, ref: RefWorker | None, rollout: RolloutWorker, weight_bytes: int, peaks: Peaks

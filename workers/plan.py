@@ -102,10 +102,7 @@ class Job:
 
 
 def predict(job: Job, weights: Weights | None = None) -> dict[str, Breakdown]:
-    """What takes how many bytes at the fullest moment of each of PHASES that the job has, and between them (`rest`).
-
-    weights: those of the job, if they are at hand.
-    """
+    """What takes how many bytes at the fullest moment of each of PHASES that the job has, and between them (`rest`)."""
     w, e, family = weights or job.weights(), job.compute.itemsize, job.family
     stored = {"weights": MASTER * w.local, "optimizer": ADAM * w.local, "reference": e * w.local * job.reference}
     offloaded = [{"parameters": "weights"}.get(what, what) for what in job.actor.offload]

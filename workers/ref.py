@@ -14,10 +14,7 @@ from workers.parallel.policy import Policy, load_policy
 
 
 class RefWorker(Worker):
-    """The reference policy, laid out as the actor is, in its compute type and without gradients.
-
-    An actor that trains adapters keeps the weights of the start: with the adapters off its policy is the reference.
-    """
+    """The policy of the start, laid out as the actor's; beside adapters it is the actor's own policy with them off."""
 
     def __init__(
         self,

@@ -144,10 +144,7 @@ def expect_current(batch: TensorDict | None, version: int) -> None:
 
 
 def judge_gap(metrics: Mapping[str, float], sharding: ShardingManager) -> str | None:
-    """A warning where rollout and trainer log-probabilities differ more than rollout.gap_warning, None otherwise.
-
-    metrics: those of an update. Raises RuntimeError past rollout.gap_error. Both name the likely cause.
-    """
+    """A warning with the likely cause past rollout.gap_warning, RuntimeError past gap_error; metrics: of an update."""
     rollout, dtype = sharding.rollout, sharding.engine.dtype
     config, gap = rollout.config, metrics["rollout/logprob_gap"]
     if gap <= config.gap_warning:

@@ -48,11 +48,7 @@ class Bucket:
 
 
 def checked(buckets: Iterable[Bucket], shapes: Mapping[str, torch.Size]) -> Iterator[Bucket]:
-    """`buckets`, each only if an engine with weights of `shapes` can take it.
-
-    Raises ValueError for a name it does not have, another shape, a weight that comes twice, and at the end for one
-    that did not come.
-    """
+    """`buckets`; ValueError for a weight that is not one of `shapes`, comes twice, or at the end did not come."""
     missing = set(shapes)
     for bucket in buckets:
         for name, shape in bucket.shapes.items():
@@ -105,10 +101,7 @@ class Engine(Protocol):
         """Be ready to sample."""
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """What `work` returns, run to its end on the engine's event loop.
-
-        Raises RuntimeError where the engine does not serve, and EngineFailure where it dies or falls silent.
-        """
+        """What `work` returns; RuntimeError where the engine does not serve, EngineFailure where it dies or hangs."""
 
     async def sample(self, tokens: Sequence[int], sampling: Sampling) -> Response:
         """The response to `tokens`, inside `run` alone. Any number may be awaited at once; each ends by itself."""

@@ -85,10 +85,7 @@ class EngineProcess:
                 future.set_exception(error)
 
     def ask(self, what: str, function: Callable[[], Any], seconds: float | None = None) -> Any:
-        """What `function` returns in the engine's thread; an EngineFailure naming `what` where the engine cannot.
-
-        `seconds`: the longest wait, stall_seconds where it is None.
-        """
+        """What `function` returns in the engine's thread within `seconds`; an EngineFailure naming `what` where not."""
         begun, limit = time.monotonic(), seconds or self.stall_seconds
 
         def watch() -> None:
@@ -209,10 +206,7 @@ def make_arguments(config: RolloutConfig, layout: InferenceLayout, folder: str, 
 
 
 def graph_sizes(most: int) -> list[int]:
-    """Numbers of samples that decoding has a CUDA graph for: about four from one doubling to the next, up to `most`.
-
-    SGLang's own list has three times as many, and each of them takes a third of a second or more at the start.
-    """
+    """Batch sizes with a CUDA graph, up to `most`: each takes a third of a second, so a third of SGLang's own."""
     sizes, size = [1, 2, 4], 8
     while size < most:
         sizes += [size, size * 5 // 4, size * 3 // 2, size * 7 // 4] if size >= 64 else [size, size * 3 // 2]

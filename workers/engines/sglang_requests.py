@@ -13,10 +13,7 @@ REPORT_TOKENS = 256
 
 
 class Requests:
-    """The requests in flight to `engine`, a `sglang.Engine`, on whose event loop all of this runs.
-
-    deterministic: SGLang decides each sample by its seed.
-    """
+    """Requests in flight to a `sglang.Engine`, on whose loop this runs; deterministic: a seed decides its sample."""
 
     def __init__(self, engine: Any, deterministic: bool) -> None:
         self.engine, self.deterministic = engine, deterministic

@@ -21,10 +21,7 @@ QUESTIONS = {question: f"{question.__module__}.{question.__name__}" for question
 
 
 class WeightTransport:
-    """The way to SGLang's model with weights of `shapes`; every rank of the engine must take part in all of it.
-
-    process: on the rank that leads the engine, None on the others.
-    """
+    """The way to SGLang's model; every rank of the engine must take part, and the one that leads has its `process`."""
 
     def __init__(
         self, layout: InferenceLayout, process: EngineProcess | None, shapes: Mapping[str, torch.Size], family: Llama

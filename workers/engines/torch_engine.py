@@ -187,10 +187,7 @@ AttentionInterface.register("cached", _cached_attention)
 
 
 class ContinuousBatch:
-    """The requests that `model` works on, at most `most_rows` at once and within `memory` bytes of KV cache and logits.
-
-    What is computed depends on the requests and the order of their arrival alone, not on time.
-    """
+    """What `model` works on: at most `most_rows` requests at once, in `memory` bytes. Their order alone decides."""
 
     def __init__(self, model: transformers.PreTrainedModel, most_rows: int, memory: int) -> None:
         self.model, self.most_rows, self.memory = model, most_rows, memory
@@ -305,10 +302,7 @@ class ContinuousBatch:
 
 
 def draw(logits_RV: Tensor, sampling: Sequence[Sampling], uniform: Sequence[float]) -> tuple[Tensor, Tensor]:
-    """One token a row, [R] int64, and its log-probability [R] float32; at temperature 0 the most likely token.
-
-    uniform: a number in [0, 1) for each row, which decides its draw.
-    """
+    """One token a row, [R] int64, decided by its `uniform` in [0, 1), and its log-probability, [R] float32."""
 
     def column(values: list[float], dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=logits_RV.device)[:, None]

@@ -99,10 +99,7 @@ def packed_class(attention: type[torch.nn.Module], packed: type[PackedSelfAttent
 
 
 def rotary_angles(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Hugging Face's cos and sin [1, T, d] as PackedSelfAttention takes them, [1, T, 1, d].
-
-    The minus of the rotation's first half is put into sin: negating the heads, layer by layer, costs more.
-    """
+    """cos and sin [1, T, d] as [1, T, 1, d], the rotation's minus in sin: negating heads in each layer costs more."""
     first, second = sin.chunk(2, dim=-1)
     return cos.unsqueeze(2), torch.cat((-first, second), dim=-1).unsqueeze(2)
 

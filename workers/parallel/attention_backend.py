@@ -16,10 +16,7 @@ ATTENTIONS = ("auto", "torch", "flash4")
 
 
 def why_not_flash4(config: ModelConfig, hf_config: transformers.PretrainedConfig, device: torch.device) -> str:
-    """Why attention on `device` does not use FlashAttention 4, as the end of a sentence; empty where it does.
-
-    Raises ConfigError where model.attention=flash4 asks for it and it cannot be used.
-    """
+    """Why attention does not use FlashAttention 4, empty where it does; ConfigError where it must and cannot."""
     choose(config.attention, ATTENTIONS, "model.attention")
     if config.attention == "torch":
         return "model.attention=torch"

@@ -45,10 +45,7 @@ def head_logprobs(hidden_NH: Tensor, head: Head, entropy: bool = True) -> tuple[
 
 
 def head_loss(hidden_NH: Tensor, head: Head, loss: Loss) -> Tensor:
-    """The sum of `loss` over all chunks, a float32 scalar with gradients to hidden and weight as of head_logprobs.
-
-    `loss` is called once for each chunk and must not look beyond it.
-    """
+    """The sum of `loss`, called once for each chunk, which it must not look beyond; gradients as of head_logprobs."""
     return _HeadLoss.apply(hidden_NH, head.weight, head, loss)
 
 

@@ -58,10 +58,7 @@ class Adapter:
     scale: float
 
     def merged(self, local: Tensor, dtype: torch.dtype) -> Tensor:
-        """This rank's rows `local` of the weight with what is added to them, as a new tensor, rounded once to `dtype`.
-
-        B is sharded as the weight is, and A is gathered: every rank must take part.
-        """
+        """This rank's rows `local` with what is added, rounded once to `dtype`; every rank must take part."""
         A = self.A.detach().full_tensor()
         return torch.addmm(local.float(), self.B.detach().to_local(), A, alpha=self.scale).to(dtype)
 
