@@ -127,7 +127,7 @@ class RewardsConfig:
         default_factory=list,
         metadata={"doc": "Python files outside rewards/ whose @register functions can be used as well."},
     )
-    processes: int = field(default=2, metadata={"doc": "Worker processes that grade side by side."})
+    processes: int = field(default=2, metadata={"doc": "Worker processes of each engine that grade side by side."})
     timeout_seconds: float = field(
         default=5.0, metadata={"doc": "How long one reward may take on one completion before its worker is killed."}
     )
