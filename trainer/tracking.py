@@ -19,7 +19,7 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from grpo.config import ConfigError, option
+from grpo.config import ConfigError, check_values, option
 from trainer.record import TensorBoard, Wandb, append_rows, open_record
 from trainer.screen import Screen
 
@@ -37,7 +37,8 @@ class TrackingConfig:
     samples_kept: int = option(4, "Samples kept at each such step.", at_least=0)
 
     def check(self) -> None:
-        """Raise ConfigError where a dashboard is not installed."""
+        """Raise ConfigError for the first value that cannot work, and where a dashboard is not installed."""
+        check_values(self, "tracking.")
         for name in ("wandb", "tensorboard"):
             if getattr(self, name) and find_spec(name) is None:
                 way_out = f"pip install {name}, or set tracking.{name}=false"

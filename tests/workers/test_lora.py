@@ -217,7 +217,7 @@ def test_targets_are_the_layers_with_adapters(model_config, layout):
     ("settings", "says"),
     [
         ({"lora": LoraConfig(rank=-1)}, "actor.lora.rank=-1 must be at least 0"),
-        ({"lora": LoraConfig(rank=4, alpha=0.0)}, "actor.lora.alpha=0.0 above 0"),
+        ({"lora": LoraConfig(rank=4, alpha=0.0)}, "actor.lora.alpha=0.0 must be above 0"),
         ({"lora": LoraConfig(targets=["query"])}, "actor.lora.targets='query'.*q_proj, k_proj"),
         ({"lora": LoraConfig(rank=4, targets=[])}, "actor.lora.targets is empty"),
         ({"lora": LoraConfig(rank=4), "tensor_parallel": 2}, "does not go with actor.tensor_parallel=2"),
