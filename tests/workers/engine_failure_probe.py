@@ -19,7 +19,7 @@ from tests.workers.conftest import prompts_of
 from workers.actor import ActorConfig, ActorWorker
 from workers.engines.config import RolloutConfig
 from workers.models.hub import ModelConfig
-from workers.parallel.mesh import join, make_training_layout, pick_device
+from workers.parallel.mesh import join, make_inference_layout, make_training_layout, pick_device
 from workers.rollout import RolloutWorker, make_engine
 from workers.sharding import ShardingManager
 
@@ -29,11 +29,8 @@ def main() -> None:
     device = pick_device("cpu")
     join(device, 300.0)
     rank = dist.get_rank()
-    model, layout, engines = (
-        ModelConfig(path=folder),
-        make_training_layout(device),
-        make_training_layout(device, 1, int(size)),
-    )
+    layout, engines = make_training_layout(device), make_inference_layout(device, int(size))
+    model = ModelConfig(path=folder)
     config = RolloutConfig(
         engine="sglang",
         tensor_parallel=int(size),
