@@ -302,7 +302,7 @@ class ContinuousBatch:
 
 
 def draw(logits_RV: Tensor, sampling: Sequence[Sampling], uniform: Sequence[float]) -> tuple[Tensor, Tensor]:
-    """One token a row, [R] int64, decided by its `uniform` in [0, 1), and its log-probability, [R] float32."""
+    """A token a row, [R] int64, by `uniform` in [0, 1), or the likeliest at temperature 0; its logprob, [R] float32."""
 
     def column(values: list[float], dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=logits_RV.device)[:, None]
