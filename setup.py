@@ -2,6 +2,9 @@
 
 from setuptools import find_packages, setup
 
+# Tasks of reasoning_gym:NAME, and what reads the small model of examples/run_pretrained.sh.
+PRETRAINED = ["reasoning-gym>=0.1.25", "gguf>=0.17"]
+
 setup(
     name="grpo-trainer",
     version="0.1.0",
@@ -23,7 +26,8 @@ setup(
         "numpy",
     ],
     extras_require={
-        "test": ["pytest>=8", "pytest-timeout", "hypothesis", "ruff", "tensorboard", "peft>=0.19,<0.22"],
+        "test": ["pytest>=8", "pytest-timeout", "hypothesis", "ruff", "tensorboard", "peft>=0.19,<0.22", *PRETRAINED],
+        "pretrained": PRETRAINED,
         "lora": ["peft>=0.19,<0.22"],
         "tensorboard": ["tensorboard"],
         "sglang": ["sglang>=0.5.17,<0.5.22"],

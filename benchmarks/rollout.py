@@ -18,9 +18,9 @@ from benchmarks import shapes
 from benchmarks.shapes import make, random_prompts
 from grpo.algorithm import AlgorithmConfig
 from grpo.config import load, option
-from workers.actor import ActorConfig, ActorWorker
+from workers.actor import ActorWorker
+from workers.config import ActorConfig, ModelConfig
 from workers.engines.config import RolloutConfig
-from workers.models.hub import ModelConfig
 from workers.parallel.mesh import join, leave, make_inference_layout, make_training_layout, pick_device
 from workers.rollout import RolloutWorker, make_engine
 from workers.sharding import ShardingManager

@@ -26,10 +26,10 @@ from grpo.advantages import compute_advantages
 from grpo.algorithm import AlgorithmConfig
 from grpo.batch import lengths_of
 from grpo.config import load, option
-from workers.actor import ActorConfig, ActorWorker
+from workers.actor import ActorWorker
+from workers.config import ActorConfig, ModelConfig
 from workers.engines.config import RolloutConfig
 from workers.engines.sglang_engine import SGLangEngine
-from workers.models.hub import ModelConfig
 from workers.parallel.mesh import join, leave, make_inference_layout, make_training_layout, pick_device
 from workers.rollout import RolloutWorker
 from workers.sharding import ShardingManager

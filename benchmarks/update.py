@@ -27,8 +27,9 @@ from grpo.advantages import weigh_tokens
 from grpo.algorithm import AlgorithmConfig
 from grpo.batch import jagged, make_batch
 from grpo.config import load, option
-from workers.actor import ActorConfig, ActorWorker
-from workers.models.hub import ModelConfig, compute_dtype, read_config
+from workers.actor import ActorWorker
+from workers.config import ActorConfig, ModelConfig
+from workers.models.hub import compute_dtype, read_config
 from workers.parallel.mesh import join, leave, make_training_layout, pick_device
 from workers.plan import Job, gib, predict
 from workers.rollout import RolloutConfig

@@ -6,13 +6,15 @@ parameters are the other settings of the algorithm that it reads.
 Shapes: N response tokens of B samples in G groups. In formulas o_i is response i, and sg[] has no gradient.
 """
 
+from __future__ import annotations
+
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:  # names of choices are asked for where torch is not wanted yet
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ def sums_by(index: Tensor, values: Tensor, count: int) -> Tensor:
 
 def centred(returns: Returns) -> Tensor:
     """[B]: each response's return less the mean of its group."""
-    count_G = torch.bincount(returns.group_B)
+    count_G = returns.group_B.bincount()
     means_G = sums_by(returns.group_B, returns.whole_B, len(count_G)) / count_G
     return returns.whole_B - means_G[returns.group_B]
 
@@ -71,13 +73,13 @@ def group_mean(returns: Returns) -> Tensor:
 
 def leave_one_out(returns: Returns) -> Tensor:
     """What a return is above the mean of the other n - 1 is n / (n - 1) times what it is above the mean of all n."""
-    count_G = torch.bincount(returns.group_B)
+    count_G = returns.group_B.bincount()
     factor_B = (count_G / (count_G - 1).clamp(min=1))[returns.group_B]
     return group_mean(returns) * factor_B[returns.seq_id_N]
 
 
 def group_std(returns: Returns, advantages_N: Tensor) -> Tensor:
-    count_G = torch.bincount(returns.group_B)
+    count_G = returns.group_B.bincount()
     squares_G = sums_by(returns.group_B, centred(returns) ** 2, len(count_G))
     deviation_G = (squares_G / (count_G - 1).clamp(min=1)).sqrt()
     return deviation_G[returns.group_B][returns.seq_id_N] + 1e-6
@@ -97,7 +99,7 @@ def sequence_sums(values_N: Tensor, seq_id_N: Tensor) -> Tensor:
 def sequence_ratio(logprobs_N: Tensor, old_N: Tensor, seq_id_N: Tensor) -> Tensor:
     """Each token has its sequence's value and its own gradient, whose mean is the sequence's (GSPO-token, eq. 14)."""
     gap_N = (logprobs_N - old_N).detach()
-    mean_N = sequence_sums(gap_N, seq_id_N) / sequence_sums(torch.ones_like(gap_N), seq_id_N)
+    mean_N = sequence_sums(gap_N, seq_id_N) / sequence_sums(gap_N.new_ones(len(gap_N)), seq_id_N)
     return (mean_N + logprobs_N - logprobs_N.detach()).exp()
 
 
@@ -105,9 +107,9 @@ def ppo(
     ratio_N: Tensor, logprobs_N: Tensor, advantages_N: Tensor, *, clip_low: float, clip_high: float, dual_clip: float
 ) -> Tensor:
     clipped = ratio_N.clamp(1 - clip_low, 1 + clip_high)
-    objective = torch.minimum(ratio_N * advantages_N, clipped * advantages_N)
+    objective = (ratio_N * advantages_N).minimum(clipped * advantages_N)
     if dual_clip:  # where A < 0, no less than dual_clip A (arXiv:1912.09729, equation 5)
-        objective = objective.where(advantages_N >= 0, torch.maximum(objective, dual_clip * advantages_N))
+        objective = objective.where(advantages_N >= 0, objective.maximum(dual_clip * advantages_N))
     return objective
 
 
@@ -132,7 +134,7 @@ CHOICES: dict[str, dict[str, Choice]] = {
     "scale": {
         "group_std": Choice("std(R of the group) + 1e-6", group_std),
         "batch_std": Choice("std(A of the batch's tokens) + 1e-6", batch_std),
-        "none": Choice("1", lambda returns, advantages_N: torch.ones_like(advantages_N)),
+        "none": Choice("1", lambda returns, advantages_N: advantages_N.new_ones(len(advantages_N))),
     },
     # The loss weight of a sample's tokens [B], from the samples' lengths; a sample that is left out has length 0.
     "aggregate": {
@@ -172,7 +174,7 @@ CHOICES: dict[str, dict[str, Choice]] = {
         ),
     },
     "correction": {
-        "none": Choice("1", lambda weight_N: torch.ones_like(weight_N)),
+        "none": Choice("1", lambda weight_N: weight_N.new_ones(len(weight_N))),
         "truncate": Choice("min(w, correction_high)", lambda w_N, *, correction_high: w_N.clamp(max=correction_high)),
         "mask": Choice("w if correction_low <= w <= correction_high else 0", mask),
     },

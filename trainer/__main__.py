@@ -1,28 +1,13 @@
 """The command line: python -m trainer train | sft | prove | algorithms | export | plot | settings."""
 
 import argparse
-import logging
 import os
 import sys
 import time
-import warnings
 from pathlib import Path
 
-import datasets
-import torch.distributed as dist
-import transformers
-
 from grpo.config import ConfigError, describe, load
-from trainer.algorithms import describe_algorithm, list_algorithms
-from trainer.checkpoint import export
 from trainer.config import RunConfig, SftConfig, TrainConfig
-from trainer.prove import prove
-from trainer.report import plot
-from trainer.runs import open_run, run_folder
-from trainer.sft import run_sft
-from trainer.trainer import Trainer
-from workers.dispatch import on_controller
-from workers.parallel.mesh import is_controller, join, leave, pick_device
 
 COMMANDS = {
     "train": (TrainConfig, "reinforcement learning from rewards"),
@@ -87,55 +72,97 @@ def train(command: str, config_path: str | None, overrides: list[str]) -> None:
     if config_path is not None and "=" in config_path:
         config_path, overrides = None, [config_path, *overrides]
     config = load(COMMANDS[command][0], config_path, overrides)
+    # Nothing that takes seconds to import comes before the settings have been read.
+    import torch.distributed as dist
+
+    from workers.dispatch import on_controller
+    from workers.parallel.mesh import join, leave, pick_device
+
+    quiet()
     config.check(int(os.environ.get("WORLD_SIZE", 1)))
     device = pick_device(config.device)
     join(device, config.timeout_seconds)
     holds = True
     if command == "prove":
+        from trainer.prove import prove
+        from trainer.runs import run_folder
+
         config.tracking.name = config.tracking.name or "proof"
         holds = prove(config, device, run_folder(config.tracking))
     else:
+        from trainer.runs import open_run
+
         shared = [on_controller(lambda: open_run(config))]
         dist.broadcast_object_list(shared)
         if command == "sft":
+            from trainer.sft import run_sft
+
             run_sft(config, device, shared[0])
         else:
+            from trainer.trainer import Trainer
+
             Trainer(config, device, shared[0]).run()
     leave()
     if not holds:
         sys.exit(1)
 
 
-def main() -> None:
-    """Run a command; what the user can mend is printed as one sentence, with exit code 2."""
-    arguments = parse(sys.argv[1:])
+def quiet() -> None:
+    """No progress bars of libraries, nor warnings of torch and FlashAttention about calls of their own."""
+    import logging
+    import warnings
+
+    import datasets
+    import transformers
+
     transformers.utils.logging.disable_progress_bar()
     datasets.disable_progress_bars()
-    # Their warnings are about torch's and FlashAttention's own calls; nothing here or in a config changes them.
     for name in ("torch.fx._symbolic_trace", "torch.distributed.tensor._redistribute"):
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=UserWarning, module="cutlass")
+
+
+def main() -> None:
+    """Run a command; what the user can mend is printed as one sentence, with exit code 2."""
+    arguments = parse(sys.argv[1:])
     try:
         if arguments.command in COMMANDS:
             train(arguments.command, arguments.config, arguments.overrides)
         elif arguments.command == "export":
+            from trainer.checkpoint import export
+
+            quiet()
             checkpoint = export(arguments.run, arguments.out, arguments.step)
             print(f"{arguments.out} holds the policy of {checkpoint}.")
         elif arguments.command == "algorithms":
+            from trainer.algorithms import describe_algorithm, list_algorithms
+
             print(describe_algorithm(arguments.name) if arguments.name else list_algorithms())
         elif arguments.command == "settings":
             print(settings_page())
         else:
+            from trainer.report import plot
+
             plot(arguments.runs, arguments.out)
             print(f"{arguments.out} shows {len(arguments.runs)} run(s).")
     except ConfigError as error:
-        if is_controller():
-            print(f"error: {error}", file=sys.stderr)
-        else:
-            time.sleep(10)  # torchrun ends all of them as soon as one has ended, which must be the one that speaks
+        fail(error)
+
+
+def fail(error: ConfigError) -> None:
+    """End with the sentence of `error`, said by rank 0 alone."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"error: {error}", file=sys.stderr)
+    else:
+        time.sleep(10)  # torchrun ends all of them as soon as one has ended, which must be the one that speaks
+    if "torch" in sys.modules:
+        import torch.distributed as dist
+
+        from workers.parallel.mesh import leave
+
         if dist.is_initialized():
             leave()
-        sys.exit(2)
+    sys.exit(2)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import contextlib
 import json
 import shutil
 import warnings
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,33 +19,16 @@ import transformers
 from omegaconf import OmegaConf
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
-from grpo.config import ConfigError, option
+from grpo.config import ConfigError
 from workers.actor import ActorWorker
-from workers.models.hub import ModelConfig, local_folder, read_config, read_tokenizer
-from workers.parallel.lora import LoraConfig, adapter_name
+from workers.config import LoraConfig, ModelConfig
+from workers.models.hub import local_folder, read_config, read_tokenizer
+from workers.parallel.lora import adapter_name
 from workers.parallel.mesh import is_controller
 from workers.parallel.policy import PREFIX
 
 TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)
 """What a checkpoint holds: frozen weights stay in the folder that the run started from."""
-
-
-@dataclass
-class CheckpointConfig:
-    """How often a run is saved, and what happens to an earlier run of the same name."""
-
-    every: int = option(50, "Steps between checkpoints; 0 saves after the last step only.", at_least=0)
-    keep: int = option(2, "Newest checkpoints that are kept.", at_least=1)
-    resume: bool = option(False, "Go on from the newest checkpoint of the run tracking.name.")
-    overwrite: bool = option(False, "Begin anew under a name that has checkpoints; the earlier run is moved aside.")
-
-    def check(self, name: str | None) -> None:
-        """Raise ConfigError where the settings cannot work for a run of this `name`."""
-        if self.resume and not name:
-            raise ConfigError("checkpoint.resume needs tracking.name: the name of the run to go on with.")
-        if self.resume and self.overwrite:
-            both = "checkpoint.resume=true goes on with a run, checkpoint.overwrite=true begins it anew"
-            raise ConfigError(f"{both}: set one of them.")
 
 
 class Checkpoints:

@@ -1,23 +1,63 @@
-"""The whole tree of settings, gathered from the components that own them, and the checks that span several."""
+"""The whole tree of settings, gathered from the components that own them, and the checks that span several.
+
+What takes seconds to import (torch, transformers, datasets) is imported inside the checks that need it: --help and a
+typing error are answered at once.
+"""
 
 import os
 from dataclasses import dataclass
-
-from rich.table import Column, Table
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 import rewards
 from grpo.algorithm import AlgorithmConfig, BatchConfig
 from grpo.config import ConfigError, check_values, option
-from grpo.data import DataConfig
+from grpo.data_config import DataConfig
 from rewards import RewardsConfig
-from trainer.checkpoint import CheckpointConfig
-from trainer.tracking import TrackingConfig
-from workers.actor import ActorConfig
-from workers.models import family_of
-from workers.models.hub import ModelConfig, read_config
-from workers.parallel.attention_backend import why_not_flash4
-from workers.parallel.mesh import count_shards, pick_device
-from workers.rollout import RolloutConfig
+from workers.config import ActorConfig, ModelConfig
+from workers.engines.config import RolloutConfig
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+@dataclass
+class CheckpointConfig:
+    """How often a run is saved, and what happens to an earlier run of the same name."""
+
+    every: int = option(50, "Steps between checkpoints; 0 saves after the last step only.", at_least=0)
+    keep: int = option(2, "Newest checkpoints that are kept.", at_least=1)
+    resume: bool = option(False, "Go on from the newest checkpoint of the run tracking.name.")
+    overwrite: bool = option(False, "Begin anew under a name that has checkpoints; the earlier run is moved aside.")
+
+    def check(self, name: str | None) -> None:
+        """Raise ConfigError where the settings cannot work for a run of this `name`."""
+        if self.resume and not name:
+            raise ConfigError("checkpoint.resume needs tracking.name: the name of the run to go on with.")
+        if self.resume and self.overwrite:
+            both = "checkpoint.resume=true goes on with a run, checkpoint.overwrite=true begins it anew"
+            raise ConfigError(f"{both}: set one of them.")
+
+
+@dataclass
+class TrackingConfig:
+    """Where a run's record goes and how much of it is kept."""
+
+    folder: str = option("runs", "Folder that holds one folder a run.")
+    name: str | None = option(None, "Name of the run's folder; null makes one from the date and time.")
+    wandb: bool = option(False, "Copy metrics to Weights & Biases (offline where there is no API key).")
+    wandb_project: str = option("grpo", "Weights & Biases project.")
+    tensorboard: bool = option(False, "Copy metrics to TensorBoard event files.")
+    samples_every: int = option(10, "Steps between those whose samples are kept in samples.jsonl; 0: none.", at_least=0)
+    samples_kept: int = option(4, "Samples kept at each such step.", at_least=0)
+
+    def check(self) -> None:
+        """Raise ConfigError for the first value that cannot work, and where a dashboard is not installed."""
+        check_values(self, "tracking.")
+        for name in ("wandb", "tensorboard"):
+            if getattr(self, name) and find_spec(name) is None:
+                way_out = f"pip install {name}, or set tracking.{name}=false"
+                raise ConfigError(f"tracking.{name}=true needs {name}: {way_out}.")
 
 
 @dataclass
@@ -50,6 +90,11 @@ class RunConfig:
         self.checkpoint.check(self.tracking.name)
         self.tracking.check()
         self.actor.check()
+        from workers.models import family_of
+        from workers.models.hub import read_config
+        from workers.parallel.attention_backend import why_not_flash4
+        from workers.parallel.mesh import count_shards, pick_device
+
         count_shards(world, self.actor.replicate, self.actor.tensor_parallel)
         model = read_config(self.model)
         family_of(model).check_tensor_parallel(self.actor.tensor_parallel)
@@ -57,6 +102,8 @@ class RunConfig:
 
     def check_length(self, tokens: int, made_of: str) -> None:
         """Raise ConfigError where a sample of `tokens` tokens fits neither a micro-batch nor the model."""
+        from workers.models.hub import read_config
+
         budget, positions = self.actor.max_tokens_per_microbatch, read_config(self.model).max_position_embeddings
         for most, what, way_out in (
             (budget, f"actor.max_tokens_per_microbatch={budget}", f"raise it to at least {tokens}"),
@@ -145,8 +192,12 @@ class TrainConfig(RunConfig):
         return self.steps * self.batch.updates_per_step
 
 
-def sizes_table(config: SftConfig | TrainConfig, world: int) -> Table:
+def sizes_table(config: SftConfig | TrainConfig, world: int) -> "Table":
     """How many of what a step has, in all and for each data-parallel rank."""
+    from rich.table import Column, Table
+
+    from workers.parallel.mesh import count_shards
+
     tensor, replicate = config.actor.tensor_parallel, config.actor.replicate
     shards = count_shards(world, replicate, tensor)
     layout = f"{world} process(es) = {replicate} replica(s) x {shards} shard(s) x {tensor} tensor-parallel"

@@ -11,8 +11,7 @@ from typing import Any
 
 from grpo.config import ConfigError, nearest
 from trainer.checkpoint import complete_checkpoints, read_progress
-from trainer.config import RunConfig
-from trainer.tracking import TrackingConfig
+from trainer.config import RunConfig, TrackingConfig
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,30 +17,9 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from grpo.config import ConfigError, check_values, option
+from trainer.config import TrackingConfig
 from trainer.record import TensorBoard, Wandb, append_rows, open_record
 from trainer.screen import Screen
-
-
-@dataclass
-class TrackingConfig:
-    """Where a run's record goes and how much of it is kept."""
-
-    folder: str = option("runs", "Folder that holds one folder a run.")
-    name: str | None = option(None, "Name of the run's folder; null makes one from the date and time.")
-    wandb: bool = option(False, "Copy metrics to Weights & Biases (offline where there is no API key).")
-    wandb_project: str = option("grpo", "Weights & Biases project.")
-    tensorboard: bool = option(False, "Copy metrics to TensorBoard event files.")
-    samples_every: int = option(10, "Steps between those whose samples are kept in samples.jsonl; 0: none.", at_least=0)
-    samples_kept: int = option(4, "Samples kept at each such step.", at_least=0)
-
-    def check(self) -> None:
-        """Raise ConfigError for the first value that cannot work, and where a dashboard is not installed."""
-        check_values(self, "tracking.")
-        for name in ("wandb", "tensorboard"):
-            if getattr(self, name) and find_spec(name) is None:
-                way_out = f"pip install {name}, or set tracking.{name}=false"
-                raise ConfigError(f"tracking.{name}=true needs {name}: {way_out}.")
 
 
 class Stopwatch:

@@ -3,7 +3,6 @@
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -13,59 +12,20 @@ from torch import Tensor
 from grpo.advantages import weigh_tokens
 from grpo.algorithm import AlgorithmConfig
 from grpo.batch import jagged, make_batch, select
-from grpo.config import option
 from grpo.losses import gap_metrics, policy_loss, sft_loss
 from grpo.metrics import Count, Max, Mean, Metric, Sum, flat, merge, over_updates, read
+from workers.config import ActorConfig, ModelConfig
 from workers.dispatch import Worker, WorkerGroup, dispatched
 from workers.microbatch import MicroBatch, microbatches
 from workers.models import family_of
-from workers.models.hub import ModelConfig, read_config
+from workers.models.hub import read_config
 from workers.offload import HostOffload
-from workers.optimizer import OptimizerConfig, clip_gradients, learning_rate, make_optimizer
-from workers.parallel.lora import LoraConfig
+from workers.optimizer import clip_gradients, learning_rate, make_optimizer
 from workers.parallel.mesh import TrainingLayout, peak_of
 from workers.parallel.policy import Policy, load_policy
 
 TokenLoss = Callable[[Tensor, Tensor, dict[str, Tensor]], tuple[Tensor, dict[str, Metric]]]
 """From log-probabilities, entropies and fields of response tokens, [N] each: their loss and metrics."""
-
-
-@dataclass
-class ActorConfig(OptimizerConfig):
-    tensor_parallel: int = option(1, "Processes that share every layer's matrices.", above=0)
-    replicate: int = option(1, "Copies of the sharded model (hybrid sharding); 1 shards over all.", above=0)
-    max_tokens_per_microbatch: int = option(16384, "Most tokens in a forward and backward pass of a process.", above=0)
-    compile: bool | None = option(None, "Compile layers with torch.compile and the head with Triton; null: on CUDA.")
-    recompute: str = option(
-        "none",
-        "Layers computed again in the backward pass to save their activations: none, selective (every other) or full.",
-        choices=("none", "selective", "full"),
-    )
-    reshard: bool | None = option(
-        None,
-        "Free a layer's gathered weights after each use instead of keeping them until the update is done; null does so "
-        "if they are sharded over several processes, or frozen beside adapters.",
-    )
-    offload: list[str] = option(
-        [],
-        "What waits in the host's memory while the engine serves: optimizer, parameters, reference (also while the "
-        "actor learns). Gradients are freed always.",
-        choices=("optimizer", "parameters", "reference"),
-    )
-    lora: LoraConfig = option(LoraConfig, "")
-
-    def check(self) -> None:
-        """Raise ConfigError for the first value that cannot work."""
-        super().check()
-        self.lora.check(self.tensor_parallel)
-
-    def compiles(self, device: torch.device) -> bool:
-        """Whether layers are compiled for `device`."""
-        return device.type == "cuda" if self.compile is None else self.compile
-
-    def reshards(self, shards: int) -> bool:
-        """Whether a layer's weights, gathered from `shards` processes (from none if 1), are freed after each use."""
-        return shards > 1 or self.lora.rank > 0 if self.reshard is None else self.reshard
 
 
 class ActorWorker(Worker):

@@ -1,35 +1,12 @@
 """The optimizer: AdamW, its learning rate over a run, and the norm of the gradient."""
 
-from dataclasses import dataclass
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from grpo.config import ConfigError, check_values, option
+from workers.config import OptimizerConfig
 from workers.parallel.mesh import TrainingLayout
-
-
-@dataclass
-class OptimizerConfig:
-    learning_rate: float = option(1e-6, "Highest learning rate of AdamW.", above=0)
-    betas: list[float] = option([0.9, 0.95], "AdamW's decay rates of the mean and the squared mean.")
-    weight_decay: float = option(0.0, "AdamW's weight decay of matrices; norms and biases have none.")
-    warmup_updates: int = option(0, "Optimizer updates over which the learning rate rises from 0.")
-    schedule: str = option(
-        "constant",
-        "Learning rate after the warm-up: constant, linear or cosine.",
-        choices=("constant", "linear", "cosine"),
-    )
-    final_learning_rate_ratio: float = option(0.0, "The last learning rate of linear and cosine, over the highest.")
-    max_grad_norm: float = option(1.0, "Longest gradient; a longer one is scaled down to it.", above=0)
-
-    def check(self) -> None:
-        """Raise ConfigError for the first value that cannot work."""
-        check_values(self, "actor.")
-        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
-            raise ConfigError(f"actor.betas={self.betas} must be two numbers of at least 0 and below 1.")
 
 
 def make_optimizer(parameters: list[Parameter], config: OptimizerConfig) -> torch.optim.AdamW:

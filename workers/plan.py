@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import transformers
 
-from workers.actor import ActorConfig
+from workers.config import ActorConfig
 from workers.memory import MARGIN, PHASES
 from workers.models import family_of
 from workers.models.llama import Llama

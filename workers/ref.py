@@ -3,10 +3,11 @@
 from tensordict import TensorDict
 
 from grpo.batch import make_batch
-from workers.actor import ActorConfig, response_logprobs
+from workers.actor import response_logprobs
+from workers.config import ActorConfig, ModelConfig
 from workers.dispatch import Worker, dispatched
 from workers.models import family_of
-from workers.models.hub import ModelConfig, read_config
+from workers.models.hub import read_config
 from workers.offload import HostOffload
 from workers.parallel.lora import adapters_off
 from workers.parallel.mesh import TrainingLayout

@@ -16,10 +16,10 @@ from grpo.batch import Trajectory, batch_of
 from grpo.data import Prompt
 from grpo.packing import balance
 from rewards import RewardPool, RewardsConfig
+from workers.config import ModelConfig
 from workers.dispatch import Worker
 from workers.engines.config import RolloutConfig
 from workers.engines.protocol import Engine, Sampling
-from workers.models.hub import ModelConfig
 from workers.parallel.mesh import InferenceLayout, make_store
 
 

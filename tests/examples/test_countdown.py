@@ -30,7 +30,8 @@ from examples.countdown import (
     problems,
     write,
 )
-from workers.models.hub import ModelConfig, read_tokenizer
+from workers.config import ModelConfig
+from workers.models.hub import read_tokenizer
 
 STEP = re.compile(r"(\d+) ([-+*]) (\d+) = (\d+) ([-+*]) (\d+) = (\d+) to (\d+) (yes|no)")
 

@@ -8,7 +8,7 @@ import pytest
 
 from grpo.algorithm import AlgorithmConfig
 from grpo.config import ConfigError, choose, describe, load, option, to_yaml
-from grpo.data import DataConfig
+from grpo.data_config import DataConfig
 
 
 @dataclass

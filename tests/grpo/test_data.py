@@ -17,7 +17,8 @@ from huggingface_hub.errors import RepositoryNotFoundError
 
 from examples.countdown import make_tokenizer
 from grpo.config import ConfigError, load
-from grpo.data import DataConfig, PromptStream, load_prompts, tokenize_prompts, tokenize_responses
+from grpo.data import PromptStream, load_prompts, tokenize_prompts, tokenize_responses
+from grpo.data_config import DataConfig
 from grpo.sources import load_rows
 
 ROWS = [{"prompt": f"{n} 2 to 5", "response": "yes", "numbers": [n, 2], "target": 5} for n in range(10)]

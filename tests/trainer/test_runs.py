@@ -7,8 +7,8 @@ from unittest.mock import Mock
 import pytest
 
 from tests.trainer.conftest import deterministic, rows_of
+from trainer.config import TrackingConfig
 from trainer.runs import run_folder
-from trainer.tracking import TrackingConfig
 
 SHORT = ["steps=2", "checkpoint.every=1"]
 

@@ -19,9 +19,10 @@ from rich.console import Console
 
 from grpo.config import ConfigError, describe, load
 from tests.trainer.conftest import shown
+from trainer.config import TrackingConfig
 from trainer.record import read_metrics, read_rows
 from trainer.screen import Screen, sparkline
-from trainer.tracking import Stopwatch, Tracker, TrackingConfig
+from trainer.tracking import Stopwatch, Tracker
 
 
 def track(folder, start_step=0, total_steps=10, **config):
@@ -148,7 +149,8 @@ def test_wandb_without_a_login_runs_offline_even_on_a_terminal(tmp_path, no_wand
     program = """
 import sys
 from pathlib import Path
-from trainer.tracking import Tracker, TrackingConfig
+from trainer.tracking import Tracker
+from trainer.config import TrackingConfig
 with Tracker(TrackingConfig(wandb=True), Path(sys.argv[1]), 2, {"seed": 1}, 0) as tracker:
     tracker.log(0, {"eval/accuracy": 0.5})
     tracker.log(1, {"reward/mean": 0.1234, "response_length/mean": 12.5})

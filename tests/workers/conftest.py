@@ -15,8 +15,8 @@ import transformers
 
 from examples.countdown import make_model
 from grpo.data import Prompt
+from workers.config import ModelConfig
 from workers.engines.protocol import Bucket, Engine, Response, Sampling
-from workers.models.hub import ModelConfig
 from workers.parallel.mesh import (
     InferenceLayout,
     TrainingLayout,

@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 from grpo.algorithm import AlgorithmConfig
 from tests.workers.conftest import prompts_of
-from workers.actor import ActorConfig, ActorWorker
+from workers.actor import ActorWorker
+from workers.config import ActorConfig, ModelConfig
 from workers.engines.config import RolloutConfig
-from workers.models.hub import ModelConfig
 from workers.parallel.mesh import join, make_inference_layout, make_training_layout, pick_device
 from workers.rollout import RolloutWorker, make_engine
 from workers.sharding import ShardingManager

@@ -18,10 +18,10 @@ import workers.sharding
 from grpo.algorithm import AlgorithmConfig
 from grpo.batch import lengths_of, with_values
 from tests.workers.conftest import prompts_of
-from workers.actor import ActorConfig, ActorWorker
+from workers.actor import ActorWorker
+from workers.config import ActorConfig, ModelConfig
 from workers.engines.config import RolloutConfig
 from workers.engines.protocol import Bucket
-from workers.models.hub import ModelConfig
 from workers.parallel import mesh
 from workers.rollout import RolloutWorker, make_engine
 from workers.sharding import ShardingManager, expect_current

@@ -16,10 +16,10 @@ from grpo.advantages import weigh_tokens
 from grpo.algorithm import AlgorithmConfig
 from grpo.batch import jagged, make_batch, with_values
 from tests.workers.conftest import prompts_of
-from workers.actor import ActorConfig, ActorWorker
+from workers.actor import ActorWorker
+from workers.config import ActorConfig, ModelConfig
 from workers.engines.config import RolloutConfig
 from workers.engines.torch_engine import TorchEngine
-from workers.models.hub import ModelConfig
 from workers.parallel import mesh, policy
 from workers.parallel.mesh import TrainingLayout, is_controller
 from workers.parallel.policy import PREFIX, SMALLEST_UNIT

@@ -13,10 +13,10 @@ import torch.distributed as dist
 
 from grpo.algorithm import AlgorithmConfig
 from tests.workers.layout_probe import TEMPERATURE, full, make_off_policy, ragged_batch, roll_out
-from workers.actor import ActorConfig, ActorWorker
-from workers.models.hub import ModelConfig
+from workers.actor import ActorWorker
+from workers.config import ActorConfig, LoraConfig, ModelConfig
 from workers.parallel import policy
-from workers.parallel.lora import LoraConfig, adapters_of
+from workers.parallel.lora import adapters_of
 from workers.parallel.mesh import TrainingLayout, is_controller, join, leave, make_training_layout, pick_device
 from workers.ref import RefWorker
 

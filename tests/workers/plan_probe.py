@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from workers.models.hub import ModelConfig
+from workers.config import ModelConfig
 from workers.parallel import policy
 from workers.parallel.mesh import TrainingLayout, join, leave, make_training_layout, pick_device
 

@@ -19,7 +19,8 @@ from grpo.config import ConfigError
 from grpo.packing import pack
 from workers import actor as actor_module
 from workers import microbatch as microbatch_module
-from workers.actor import ActorConfig, ActorWorker, split_by_groups
+from workers.actor import ActorWorker, split_by_groups
+from workers.config import ActorConfig
 from workers.dispatch import WorkerGroup
 from workers.microbatch import microbatches
 from workers.optimizer import clip_gradients, learning_rate
@@ -439,8 +440,9 @@ import sys
 import torch.distributed as dist
 from grpo.algorithm import AlgorithmConfig
 from tests.workers.test_actor import assert_same, everything_of, spoiled
-from workers.actor import ActorConfig, ActorWorker
-from workers.models.hub import ModelConfig
+from workers.actor import ActorWorker
+from workers.config import ActorConfig
+from workers.config import ModelConfig
 from workers.parallel.mesh import join, leave, make_training_layout, pick_device
 
 device = pick_device("cpu")

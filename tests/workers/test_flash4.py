@@ -9,7 +9,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from examples.countdown import make_model
 from grpo.config import ConfigError
-from workers.models.hub import ModelConfig
+from workers.config import ModelConfig
 from workers.parallel import attention, attention_backend, policy
 from workers.parallel.attention import PackedSequences, flash4, packed_attention
 from workers.parallel.attention_backend import flash4_failure, why_not, why_not_flash4

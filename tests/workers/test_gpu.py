@@ -12,11 +12,11 @@ from examples.countdown import make_model
 from grpo.algorithm import AlgorithmConfig
 from grpo.batch import jagged, make_batch
 from tests.workers.conftest import prompts_of
-from workers.actor import ActorConfig, ActorWorker
+from workers.actor import ActorWorker
+from workers.config import ActorConfig, ModelConfig
 from workers.engines.config import RolloutConfig
 from workers.engines.torch_engine import TorchEngine
 from workers.microbatch import MicroBatch
-from workers.models.hub import ModelConfig
 from workers.parallel import logprobs as logprobs_module
 from workers.parallel.attention import PackedSequences, packed_attention
 from workers.parallel.attention_backend import why_not

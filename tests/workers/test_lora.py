@@ -13,11 +13,10 @@ from examples.countdown import make_model
 from grpo.config import ConfigError
 from tests.workers.layout_probe import TEMPERATURE, ragged_batch
 from tests.workers.lora_probe import LORA, make_workers, step, whole
-from workers.actor import ActorConfig
-from workers.models.hub import ModelConfig
-from workers.parallel import lora as lora_module
+from workers import config as workers_config
+from workers.config import TARGETS, ActorConfig, LoraConfig, ModelConfig
 from workers.parallel import policy as policy_module
-from workers.parallel.lora import TARGETS, LoraConfig, adapters_of
+from workers.parallel.lora import adapters_of
 
 
 @pytest.fixture(scope="module", params=["qwen2", "qwen3", "llama"])
@@ -230,7 +229,7 @@ def test_settings_that_cannot_work_are_refused_by_name(settings, says):
 
 
 def test_without_peft_the_way_to_install_it_is_named(monkeypatch):
-    monkeypatch.setattr(lora_module, "find_spec", lambda name: None)
+    monkeypatch.setattr(workers_config, "find_spec", lambda name: None)
     ActorConfig().check()
     with pytest.raises(ConfigError, match="rank=4 needs the package peft: pip install peft"):
         ActorConfig(lora=LoraConfig(rank=4)).check()

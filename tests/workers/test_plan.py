@@ -16,15 +16,13 @@ from examples.countdown import make_model
 from tests.workers.launch import torchrun
 from tests.workers.plan_probe import counts
 from workers import plan
-from workers.actor import ActorConfig
+from workers.config import ActorConfig, LoraConfig, ModelConfig
 from workers.engines.torch_engine import TorchEngine
 from workers.memory import Peaks, SharedMemory
 from workers.microbatch import MicroBatch
 from workers.models import family_of
-from workers.models.hub import ModelConfig
 from workers.parallel import attention, policy
 from workers.parallel.attention import PackedSequences, packed_class, rotary_angles
-from workers.parallel.lora import LoraConfig
 from workers.parallel.policy import load_policy
 from workers.plan import Job, Weights, advice, most_memory_fraction, most_tokens, predict
 from workers.rollout import RolloutConfig

@@ -20,9 +20,9 @@ from examples.countdown import make_model
 from grpo.config import ConfigError
 from tests.workers.conftest import answers_of, buckets_of
 from tests.workers.engine_probe import PROMPTS as PROBED
+from workers.config import ModelConfig
 from workers.engines.config import RolloutConfig
 from workers.engines.protocol import KV_CACHE, WEIGHTS, EngineFailure, Sampling
-from workers.models.hub import ModelConfig
 from workers.rollout import make_engine
 
 # Two engines that start at once on two slow cores import for minutes.
@@ -356,7 +356,7 @@ import torch
 from tests.workers.test_sglang import hang
 from workers.engines import sglang_process
 from workers.parallel.mesh import join, make_inference_layout
-from workers.models.hub import ModelConfig
+from workers.config import ModelConfig
 from workers.engines.config import RolloutConfig
 from workers.rollout import make_engine
 

@@ -9,7 +9,8 @@ from torch.distributed.tensor import DTensor
 from grpo.algorithm import AlgorithmConfig
 from grpo.batch import jagged, lengths_of, make_batch
 from tests.workers.conftest import prompts_of
-from workers.actor import ActorConfig, ActorWorker
+from workers.actor import ActorWorker
+from workers.config import ActorConfig
 from workers.engines.config import RolloutConfig
 from workers.engines.torch_engine import TorchEngine
 from workers.memory import bytes_of

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import transformers
 
+from workers.config import ModelConfig
 from workers.engines.config import RolloutConfig
 from workers.engines.protocol import CUDA_GRAPH, KV_CACHE, WEIGHTS, Bucket, Response, Sampling, T
 from workers.engines.sglang_hooks import LOG
@@ -23,7 +24,7 @@ from workers.engines.sglang_process import EngineProcess, make_arguments, start_
 from workers.engines.sglang_requests import Requests
 from workers.engines.sglang_weights import QUESTIONS, WeightTransport, wait_for_peers
 from workers.models import family_of
-from workers.models.hub import ModelConfig, compute_dtype, local_folder, read_config
+from workers.models.hub import compute_dtype, local_folder, read_config
 from workers.parallel.mesh import InferenceLayout
 
 

@@ -20,8 +20,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface
 
+from workers.config import ModelConfig
 from workers.engines.protocol import Bucket, Response, Sampling, T, checked
-from workers.models.hub import ModelConfig, compute_dtype, read_config
+from workers.models.hub import compute_dtype, read_config
 
 # All but cuDNN, which plans anew for every length: tens of milliseconds a token.
 _KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]

@@ -1,7 +1,6 @@
 """What is read of a model from a Hugging Face folder or the hub: its config, its tokenizer, where its weights lie."""
 
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -9,23 +8,9 @@ import transformers
 from huggingface_hub import snapshot_download
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
-from grpo.config import ConfigError, option
+from grpo.config import ConfigError
+from workers.config import ModelConfig
 from workers.models import family_of
-
-
-@dataclass
-class ModelConfig:
-    path: str = option("", "Hugging Face folder or hub name of the policy to start from.")
-    dtype: str = option(
-        "auto",
-        "Compute type: auto (bfloat16 on CUDA, float32 on a CPU), bfloat16 or float32. "
-        "Master weights and optimizer state are float32 always.",
-    )
-    attention: str = option(
-        "auto",
-        "Attention of the trainer on CUDA: torch (its own), flash4 (FlashAttention 4, which SGLang's CUDA packages "
-        "bring) or auto (flash4 where a trial at the start agrees with torch, else torch).",
-    )
 
 
 def compute_dtype(config: ModelConfig, device: torch.device) -> torch.dtype:

@@ -8,8 +8,9 @@ import transformers
 from torch import Tensor
 
 from grpo.config import ConfigError, choose
+from workers.config import ModelConfig
 from workers.models import family_of
-from workers.models.hub import ModelConfig, compute_dtype
+from workers.models.hub import compute_dtype
 from workers.parallel.attention import PackedSequences, flash4, kernels, packed_attention
 
 ATTENTIONS = ("auto", "torch", "flash4")

@@ -8,45 +8,12 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import distribute_tensor
 
-from grpo.config import ConfigError, check_values, option
-
-TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-
-
-@dataclass
-class LoraConfig:
-    rank: int = option(
-        0, "Train adapters of this rank instead of the weights (LoRA, needs peft); 0 trains the weights.", at_least=0
-    )
-    alpha: float = option(32.0, "What an adapter adds is scaled by alpha / rank.", above=0)
-    targets: list[str] = option(
-        list(TARGETS), f"The linear layers with an adapter, of {', '.join(TARGETS)}.", choices=TARGETS
-    )
-
-    @property
-    def scale(self) -> float:
-        return self.alpha / self.rank
-
-    def check(self, tensor_parallel: int) -> None:
-        """Raise ConfigError for the first value that cannot work, and where peft is missing."""
-        check_values(self, "actor.lora.")
-        if not self.rank:
-            return
-        if not self.targets:
-            raise ConfigError("actor.lora.targets is empty, which leaves nothing to train: name at least one layer.")
-        if tensor_parallel > 1:
-            raise ConfigError(
-                f"actor.lora.rank={self.rank} does not go with actor.tensor_parallel={tensor_parallel}, as adapters "
-                "are not cut that way: use actor.tensor_parallel=1, which shards the model over all processes."
-            )
-        if find_spec("peft") is None:
-            raise ConfigError(f"actor.lora.rank={self.rank} needs the package peft: pip install peft.")
+from workers.config import LoraConfig
 
 
 @dataclass(frozen=True)

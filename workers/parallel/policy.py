@@ -10,13 +10,14 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
+from workers.config import LoraConfig, ModelConfig
 from workers.microbatch import MicroBatch
 from workers.models import family_of
-from workers.models.hub import ModelConfig, compute_dtype, local_folder, read_config
+from workers.models.hub import compute_dtype, local_folder, read_config
 from workers.parallel.attention import PackedSequences, packed_class, rotary_angles
 from workers.parallel.attention_backend import why_not_flash4
 from workers.parallel.logprobs import Head, Loss, head_logprobs, head_loss
-from workers.parallel.lora import LoraConfig, add_adapters, original_name, reset_adapters
+from workers.parallel.lora import add_adapters, original_name, reset_adapters
 from workers.parallel.mesh import TrainingLayout
 from workers.parallel.tensor import parallelize
 
