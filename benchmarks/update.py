@@ -11,6 +11,7 @@ of each that are not learned from), attention (auto, torch or flash4), rounds, t
 update), folder, and the actor's own as actor.*.
 """
 
+import resource
 import statistics
 import sys
 import time
@@ -54,12 +55,14 @@ def main() -> None:
     join(device, 300.0)
     model = ModelConfig(path=make(settings.shape, Path(settings.folder), device), attention=settings.attention)
     layout = make_training_layout(device, settings.actor.replicate, settings.actor.tensor_parallel)
+    at_start = 0 if device.type == "cuda" else most_resident()
     actor = ActorWorker(model, settings.actor, AlgorithmConfig(), layout, 1.0, 10)
     count = settings.samples or settings.tokens // settings.length * layout.dp_size
     works = [Work.of(settings, count, spread) for spread in dict.fromkeys((0.0, settings.spread))]
     for round_ in range(settings.rounds + 2):
         for work in works:
             work.run(actor, settings.trace if work is works[-1] and round_ == settings.rounds + 1 else "")
+            work.peak -= at_start
     if dist.get_rank() == 0:
         rates = [work.report(actor, settings.prompt) for work in works]
         if len(works) > 1:
@@ -75,9 +78,15 @@ def main() -> None:
             samples=count // layout.dp_size,
             longest=max(max(work.lengths) for work in works),
             rows=0,
+            on_cpu=device.type == "cpu",
         )
         print(f"predicted peak memory: {gib(sum(predict(job)['update'].values()))}")
     leave()
+
+
+def most_resident() -> int:
+    """Bytes of the host's memory that this process has had at most."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 @dataclass
@@ -123,8 +132,7 @@ class Work:
             return
         self.metrics = actor.update_minibatch(self.batch)
         self.seconds.append(time.perf_counter() - begun)
-        if on_cuda:
-            self.peak = torch.cuda.max_memory_allocated()
+        self.peak = torch.cuda.max_memory_allocated() if on_cuda else most_resident()
 
     def report(self, actor: ActorWorker, prompt: int) -> float:
         """Print what was measured after the first two rounds; returns the tokens per second of a device."""

@@ -111,6 +111,7 @@ def main() -> None:
         engine="sglang",
         tensor_parallel=settings.engine_tp,
         memory_fraction=settings.memory_fraction,
+        concurrent_samples=512,
         release="kv+weights",
         max_response_tokens=64,
         verify_every=0,

@@ -1,4 +1,4 @@
-# Sourced by run_countdown.sh and tests/run.sh: makes `python` one that holds this project and what it needs.
+# Sourced by the examples and tests/run.sh: makes `python` one that holds this project and what it needs.
 #
 #   source examples/environment.sh EXTRAS        EXTRAS: "" or a list for pip such as "test" or "test,sglang"
 #
@@ -38,10 +38,25 @@ set_up() {
     echo "$wanted" >> "$stamp"
 }
 
+# What SEED and NPROC say, as $seed and $processes, and whether the arguments go on with an earlier run, as $overwrite.
+read_launch() {
+    seed=${SEED:-0} processes=${NPROC:-1} overwrite=true
+    [[ $processes =~ ^[1-9][0-9]*$ ]] || fail "NPROC=$processes is not a number of processes: use 1 or more."
+    [[ $seed =~ ^[0-9]+$ ]] || fail "SEED=$seed is not a seed: use a whole number."
+    [[ " $* " != *" checkpoint.resume=true "* ]] || overwrite=false
+}
+
+# python -m trainer on $processes processes.
+trainer() {
+    if [ "$processes" -gt 1 ]; then
+        python -m torch.distributed.run --standalone --nproc-per-node "$processes" -m trainer "$@"
+    else
+        python -m trainer "$@"
+    fi
+}
+
 set_up "${1:-}"
 
 # Many small operations: a thread that spins while it waits steals the core from the one it waits for.
 export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE}
-# A second thread gains nothing on matrices this small, and loses much where something else runs.
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 export TOKENIZERS_PARALLELISM=${TOKENIZERS_PARALLELISM:-false}

@@ -21,23 +21,10 @@ fi
 source "$root/examples/environment.sh" "$extras"
 cd "$root"
 
-seed=${SEED:-0}
-processes=${NPROC:-1}
-[[ $processes =~ ^[1-9][0-9]*$ ]] || fail "NPROC=$processes is not a number of processes: use 1 or more."
-[[ $seed =~ ^[0-9]+$ ]] || fail "SEED=$seed is not a seed: use a whole number."
+read_launch "$@"
 
-overwrite=true
-[[ " $* " != *" checkpoint.resume=true "* ]] || overwrite=false
 # What a run that goes on finds made is not made again.
 missing() { [ "$overwrite" = true ] || [ ! -f "$1" ]; }
-
-trainer() {
-    if [ "$processes" -gt 1 ]; then
-        python -m torch.distributed.run --standalone --nproc-per-node "$processes" -m trainer "$@"
-    else
-        python -m trainer "$@"
-    fi
-}
 
 if [ -n "${MODEL:-}" ]; then
     data=runs/countdown-text

@@ -2,7 +2,7 @@
 
 Each component declares its settings as a dataclass beside itself, every field with its doc (`option`);
 `load` builds the tree from a YAML file and `key=value` overrides; it refuses an unknown key, and names its new name or
-the nearest known one. `describe` lists the tree for `--help` and docs/config.md.
+the nearest known one. `describe` lists the tree for `--help` and docs/config.md, which MAPPINGS is a sentence of.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 T = TypeVar("T")
@@ -30,6 +30,12 @@ REMOVED = {
     "rollout.bucket_megabytes": "weights travel in buckets of 512 MiB",
 }
 """Settings of earlier versions: their new name, or what holds instead."""
+
+
+MAPPINGS = (
+    "On the command line a whole mapping replaces the file's ('rewards.weights={math: 1}'), a dotted key adds or\n"
+    "changes one entry (rewards.weights.math=1), and null takes one away (rewards.weights.math=null)."
+)
 
 
 class ConfigError(ValueError):
@@ -102,12 +108,20 @@ def load(schema: type[T], path: str | Path | None = None, overrides: list[str] |
         key, separator, _ = override.partition("=")
         if not separator or not key:
             raise ConfigError(f"{override!r} is not an override: write it as key=value, such as seed=1.")
+        if override.count("{") > override.count("}"):
+            raise ConfigError(f"{override!r} ends inside braces: quote the whole, so that the shell does not split it.")
         given.append((override, _parse(f"The value in {override!r}", OmegaConf.from_dotlist, [override])))
     settings = {key: field for key, field, _ in _settings(schema)}
+    mappings = {key: hint for key, _, hint in _settings(schema) if typing.get_origin(hint) is dict}
     for source, layer in given:
         if not OmegaConf.is_dict(layer):
             raise ConfigError(f"{source} must hold `key: value` settings at its top level.")
         _refuse_unknown_keys(OmegaConf.to_container(layer), schema, settings, source)
+        for key in mappings:
+            value = OmegaConf.select(layer, key)
+            if isinstance(value, str) or _lacks_space(value):
+                fault = f"Setting {key} in {source} is not a mapping of names to values: write a space after each colon"
+                raise ConfigError(f"{fault} and quote the whole, as in '{key}={{x: 1}}', or write {key}.x=1.")
     tree = OmegaConf.structured(schema)
     try:
         for key, field in settings.items():
@@ -117,6 +131,8 @@ def load(schema: type[T], path: str | Path | None = None, overrides: list[str] |
                     OmegaConf.update(tree, key.rpartition(".")[0], stands_for(values[-1]))
         for source, layer in given:
             try:
+                if source in overrides:
+                    layer = _make_room(tree, source.partition("=")[0], layer, mappings)
                 tree = OmegaConf.merge(tree, layer)
             except OmegaConfBaseException as error:
                 raise ConfigError(f"{source}: {str(error).splitlines()[0]} (setting {error.full_key}).") from error
@@ -126,6 +142,40 @@ def load(schema: type[T], path: str | Path | None = None, overrides: list[str] |
         return OmegaConf.to_object(tree)
     except OmegaConfBaseException as error:
         raise ConfigError(f"Setting {error.full_key}: {str(error).splitlines()[0]}") from error
+
+
+def _lacks_space(value: Any) -> bool:
+    """Whether a mapping, at any depth, was written as {x:1}, which is YAML for {"x:1": null}."""
+    if not isinstance(value, Mapping):
+        return False
+    return any((":" in str(name) and held is None) or _lacks_space(held) for name, held in value.items())
+
+
+def _make_room(tree: DictConfig, key: str, layer: DictConfig, mappings: Mapping[str, Any]) -> DictConfig:
+    """Take from `tree` what an override of `key` replaces or takes away in `mappings`; returns what is left to merge.
+
+    Raises ConfigError for an entry to take away that is not there. mappings: the types of those settings by their keys.
+    """
+    for mapping in mappings:
+        # What was given as a whole: the mapping, an entry of it, or a group of settings that has it.
+        place = key if key.startswith(f"{mapping}.") else mapping
+        if place != key and not mapping.startswith(f"{key}."):
+            continue
+        value = OmegaConf.select(layer, place)
+        if isinstance(value, Mapping):
+            OmegaConf.update(tree, place, {}, merge=False, force_add=True)
+        elif value is None and place != mapping:
+            parent, _, name = place.rpartition(".")
+            held = OmegaConf.select(tree, parent) or {}
+            if name not in held:
+                if typing.get_args(mappings[mapping])[1] is Any:
+                    continue  # null may be what the option is to be
+                has = f"it has {', '.join(map(str, held))}" if held else "it has no entry"
+                raise ConfigError(f"{place}=null takes away what {parent} does not have: {has}.")
+            with open_dict(held):
+                del held[name]
+            return OmegaConf.create()
+    return layer
 
 
 def _parse(what: str | Path, parse: Callable, text: Any) -> Any:

@@ -5,7 +5,7 @@ Rows come from grpo/sources.py; a PromptStream decides the order in which the pr
 
 import random
 import string
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,11 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from grpo.config import ConfigError, choose
 from grpo.data_config import DataConfig
-from grpo.sources import did_you_mean, load_rows, reason
+from grpo.sources import beside, did_you_mean, load_rows, reason
+from grpo.tasks import DEFAULT_SIZES, PREFIX, load_task
+
+ROLES = {"human": "user", "gpt": "assistant"}
+"""How data with from/value calls the roles."""
 
 
 @dataclass(frozen=True)
@@ -32,29 +36,103 @@ class Prompts(Sequence[Prompt]):
 
     def __init__(self, rows: datasets.Dataset, texts: list[str], tokens: list[list[int]], kept: list[int]) -> None:
         self._kept, self._rows = kept, rows.select(kept)
-        self._tokens, self._texts = [tokens[index] for index in kept], [texts[index] for index in kept]
+        self.tokens, self.texts = [tokens[index] for index in kept], [texts[index] for index in kept]
 
     def __len__(self) -> int:
         return len(self._kept)
 
     def __getitem__(self, i: int) -> Prompt:
-        return Prompt(self._kept[i], self._tokens[i], self._texts[i], self._rows[i])
+        return Prompt(self._kept[i], self.tokens[i], self.texts[i], self._rows[i])
 
     def __iter__(self) -> Iterator[Prompt]:
-        return map(Prompt, self._kept, self._tokens, self._texts, self._rows)  # faster than one by one
+        return map(Prompt, self._kept, self.tokens, self.texts, self._rows)  # faster than one by one
 
 
-def load_prompts(config: DataConfig, tokenizer: Tokenizer, split: str) -> Prompts:
-    """The prompts of `split`, "train" or "eval": loaded, rendered and tokenised; raises ConfigError."""
-    key, source = f"data.{split}", getattr(config, split)
+def load_prompts(
+    config: DataConfig, tokenizer: Tokenizer, split: str, key: str | None = None, demonstrations: bool = False
+) -> Prompts:
+    """The prompts of `split`, "train" or "eval": loaded, rendered and tokenised; raises ConfigError naming `key`.
+
+    demonstrations: take the response from the end of conversations where the data has no column of it.
+    """
+    key, source = key or f"data.{split}", getattr(config, split)
     if source is None:
         raise ConfigError(f"{key} is not set: give it a file, a hub name or module:function.")
-    rows = load_rows(source, getattr(config, f"{split}_split"), config.subset, key)
-    if split == "eval" and config.eval_limit is not None:
-        if config.eval_limit < 1:
-            raise ConfigError(f"data.eval_limit={config.eval_limit} leaves no rows: give at least 1 or null.")
-        rows = rows.take(min(config.eval_limit, len(rows)))
+    config.check_options()
+    rows = _load_rows(config, source, split, key)
+    for name, path in config.columns.items():
+        values = _follow(rows, path, f"data.columns.{name}")
+        rows = rows.remove_columns([name] if name in rows.column_names else []).add_column(name, values)
+    if demonstrations and config.response_column not in rows.column_names:
+        rows = _split_conversations(rows, config)
     return tokenize_prompts(rows, tokenizer, config, key)
+
+
+def load_held_out(config: DataConfig, tokenizer: Tokenizer) -> dict[str, Prompts]:
+    """The prompts of each held-out set by its name, "" where there is but one; raises ConfigError."""
+    sets = config.held_out_sets()
+    return {n: load_prompts(sets[n], tokenizer, "eval", f"data.eval.{n}" if n else None) for n in sets}
+
+
+def overlap(train: Prompts, held_out: Iterable[Prompts]) -> list[str]:
+    """The texts of held-out prompts that `train` has as well, each as often as it is held out."""
+    trained = set(train.texts)
+    return [text for prompts in held_out for text in prompts.texts if text in trained]
+
+
+def _load_rows(config: DataConfig, source: str, split: str, key: str) -> datasets.Dataset:
+    part, limit = getattr(config, f"{split}_split"), config.eval_limit if split == "eval" else None
+    if limit is not None and limit < 1:
+        raise ConfigError(f"{beside(key, 'limit')}={limit} leaves no rows: give at least 1 or null.")
+    if not source.startswith(PREFIX):
+        rows = load_rows(source, part, config.subset, key, config.options)
+        return rows if limit is None else rows.take(min(limit, len(rows)))
+    # The size is that of the training rows.
+    options = config.options if split == "train" else {**config.options, "size": limit or DEFAULT_SIZES["test"]}
+    return load_task(source, part, options, key)
+
+
+def _follow(rows: datasets.Dataset, path: str, key: str) -> list[Any]:
+    """What stands at the dotted `path` of each row; raises ConfigError where a part of it leads nowhere."""
+    first, *rest = path.split(".")
+    _require_column(first, rows.column_names, key)
+    found = []
+    for row, value in enumerate(rows[first][:]):
+        for part in rest:
+            try:
+                value = value[int(part)] if isinstance(value, list) else value[part]
+            except (LookupError, TypeError, ValueError) as error:
+                near = did_you_mean(part, value) if isinstance(value, dict) else ""
+                raise ConfigError(f"{key}: row {row} has no {part!r} in {path}{near}; correct the path.") from error
+        found.append(value)
+    return found
+
+
+def _split_conversations(rows: datasets.Dataset, config: DataConfig) -> datasets.Dataset:
+    """The rows with the last message of the prompt column, which must be the assistant's, as the response column."""
+    column, reply = config.prompt_column, config.response_column
+    _require_column(column, rows.column_names, "data.prompt_column")
+    if not _holds_messages(rows[0][column]):
+        return rows
+    whole = [_as_messages(messages or []) for messages in rows[column]]
+    for row, messages in enumerate(whole):
+        if not messages or messages[-1]["role"] != "assistant":
+            said = f"there is no column {reply}, and {column} of row {row} does not end with the assistant's message"
+            raise ConfigError(f"data.response_column: {said}; set it or complete the row.")
+    rows = rows.remove_columns(column).add_column(column, [messages[:-1] for messages in whole])
+    return rows.add_column(reply, [messages[-1]["content"] for messages in whole])
+
+
+def _holds_messages(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and isinstance(value[0], dict)
+
+
+def _as_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those of from/value with role and content; those that have a role stay as they are."""
+    return [
+        m if m.get("role") else {"role": ROLES.get(m.get("from"), m.get("from")), "content": m.get("value")}
+        for m in messages
+    ]
 
 
 def tokenize_prompts(rows: datasets.Dataset, tokenizer: Tokenizer, config: DataConfig, key: str) -> Prompts:
@@ -93,6 +171,7 @@ def tokenize_responses(prompts: Sequence[Prompt], tokenizer: Tokenizer, config: 
     column = config.response_column
     _require_column(column, list(prompts[0].row), "data.response_column")
     texts = [prompt.row[column] for prompt in prompts]
+    texts = [_as_messages(text)[-1]["content"] if _holds_messages(text) else text for text in texts]
     for prompt, text in zip(prompts, texts, strict=True):
         if not isinstance(text, str):
             said = f"row {prompt.index} holds {text!r:.60} in {column}; name a column of text"
@@ -171,8 +250,12 @@ def _render(rows: datasets.Dataset, tokenizer: Tokenizer, config: DataConfig) ->
     system = [] if config.system is None else [{"role": "system", "content": config.system}]
     texts = []
     for index, content in enumerate(contents):
-        if config.chat and isinstance(content, list):
-            messages = [*system, *content]
+        if config.chat and _holds_messages(content):
+            messages = [*system, *_as_messages(content)]
+            if messages[-1]["role"] == "assistant":
+                said = f"row {index} of {config.prompt_column} ends with the assistant's message, which is sampled here"
+                cut = f"data.columns={{question: {config.prompt_column}.0.content}} data.prompt_column=question"
+                raise ConfigError(f"data.prompt_column: {said}: take what comes before it, as by {cut}.")
         elif isinstance(content, str):
             messages = [*system, {"role": "user", "content": content}]
         else:

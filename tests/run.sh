@@ -12,6 +12,8 @@ source "$root/examples/environment.sh" test
 # shellcheck source=tests/sglang_cpu/environment.sh
 source "$root/tests/sglang_cpu/environment.sh"
 cd "$root"
+# A second thread gains nothing on models this small, and loses much where something else runs.
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
 with_sglang() {
     echo "SGLang $1"

@@ -1,29 +1,34 @@
-"""The command line: python -m trainer train | sft | prove | algorithms | export | plot | settings."""
+"""The command line: python -m trainer train | sft | prove | data | algorithms | export | plot | settings."""
 
 import argparse
 import os
+import re
 import sys
 import time
+import traceback
 from pathlib import Path
 
-from grpo.config import ConfigError, describe, load
+from grpo.config import MAPPINGS, ConfigError, describe, load
 from trainer.config import RunConfig, SftConfig, TrainConfig
+from trainer.pulse import Pulse
 
 COMMANDS = {
     "train": (TrainConfig, "reinforcement learning from rewards"),
     "sft": (SftConfig, "supervised training on demonstrations"),
+    "data": (TrainConfig, "show the prompts of train or sft as the model will see them, and what is wrong with them"),
     "prove": (TrainConfig, "check that an update is the same however cut, and nothing moves at a learning rate of 0"),
 }
 
-PAGE_HEAD = """# Settings
+PAGE_HEAD = f"""# Settings
 
 `python -m trainer settings > docs/config.md` writes this page. Settings come from one YAML file, then from
-`key=value` on the command line; an unknown key is refused with the nearest known one."""
+`key=value` on the command line; an unknown key is refused with the nearest known one.
+{MAPPINGS}"""
 
 
 def settings_help(schema: type) -> str:
     """Every setting of a command with its type, default and meaning, as --help shows it."""
-    lines = ["settings (key=value on the command line, or in the YAML file):"]
+    lines = ["settings (key=value on the command line, or in the YAML file):", MAPPINGS]
     for key, kind, default, doc in describe(schema):
         lines += [f"  {key} ({kind}, default {'null' if default is None else repr(default)})", f"      {doc}"]
     return "\n".join(lines)
@@ -71,17 +76,29 @@ def train(command: str, config_path: str | None, overrides: list[str]) -> None:
     """Run `train`, `sft` or `prove` on the processes that torchrun started, or on this one alone."""
     if config_path is not None and "=" in config_path:
         config_path, overrides = None, [config_path, *overrides]
+    if command == "data":
+        return show_data(config_path, overrides)
     config = load(COMMANDS[command][0], config_path, overrides)
     # Nothing that takes seconds to import comes before the settings have been read.
-    import torch.distributed as dist
+    with Pulse("importing torch and transformers") as pulse:
+        import torch.distributed as dist
 
-    from workers.dispatch import on_controller
-    from workers.parallel.mesh import join, leave, pick_device
+        from workers.dispatch import on_controller
+        from workers.models import family_of
+        from workers.models.hub import check_weights, read_config
+        from workers.parallel.mesh import is_controller, join, leave, pick_device, take_threads
 
-    quiet()
-    config.check(int(os.environ.get("WORLD_SIZE", 1)))
-    device = pick_device(config.device)
-    join(device, config.timeout_seconds)
+        quiet()
+        pulse("checking the settings against the model and the device")
+        config.check(int(os.environ.get("WORLD_SIZE", 1)))
+        check_weights(config.model)
+        device = pick_device(config.device)
+        flops = family_of(read_config(config.model)).flops()
+        said = take_threads(flops.token + flops.head) if device.type == "cpu" else ""
+        if said and is_controller():
+            print(said)
+        pulse("waiting for all processes to join")
+        join(device, config.timeout_seconds)
     holds = True
     if command == "prove":
         from trainer.prove import prove
@@ -105,6 +122,21 @@ def train(command: str, config_path: str | None, overrides: list[str]) -> None:
     leave()
     if not holds:
         sys.exit(1)
+
+
+def show_data(config_path: str | None, overrides: list[str]) -> None:
+    """Report on the data of a config of `train` or, where its settings are not those, of `sft`."""
+    try:
+        config = load(TrainConfig, config_path, overrides)
+    except ConfigError as error:
+        try:
+            config = load(SftConfig, config_path, overrides)
+        except ConfigError:
+            raise error from None
+    from trainer.data_report import report_data
+
+    quiet()
+    report_data(config)
 
 
 def quiet() -> None:
@@ -147,6 +179,27 @@ def main() -> None:
             print(f"{arguments.out} shows {len(arguments.runs)} run(s).")
     except ConfigError as error:
         fail(error)
+    except RuntimeError as error:
+        if not (said := out_of_memory(error)):
+            raise
+        traceback.print_exc()
+        sys.exit(f"error: {said}")
+
+
+def out_of_memory(error: RuntimeError) -> str:
+    """One sentence on what lacked memory and which settings help; empty for another error."""
+    message = str(error)
+    found = re.search(r"tried to allocate ([\d.]+ \w+)", message, re.IGNORECASE)
+    if not found or ("out of memory" not in message and "DefaultCPUAllocator" not in message):
+        return ""
+    phase = next(iter(getattr(error, "__notes__", ())), "").removeprefix("In the phase ").rstrip(".")
+    where = f"in the phase {phase} of rank {os.environ.get('RANK', 0)}" if phase else "before the first step"
+    way_out = "lower actor.max_tokens_per_microbatch, or set actor.recompute=full or actor.offload=[optimizer]"
+    if phase in ("engine_start", "rollout", "evaluation", "step"):
+        way_out = "lower rollout.concurrent_samples, rollout.memory_fraction or rollout.max_response_tokens"
+    elif phase in ("actor_start", ""):
+        way_out = "start more processes, which share the weights, or use a smaller model or actor.lora.rank"
+    return f"There is not enough memory {where}, which asked for {found[1]}: {way_out}."
 
 
 def fail(error: ConfigError) -> None:

@@ -4,6 +4,7 @@ What takes seconds to import (torch, transformers, datasets) is imported inside 
 typing error are answered at once.
 """
 
+import math
 import os
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -50,6 +51,9 @@ class TrackingConfig:
     tensorboard: bool = option(False, "Copy metrics to TensorBoard event files.")
     samples_every: int = option(10, "Steps between those whose samples are kept in samples.jsonl; 0: none.", at_least=0)
     samples_kept: int = option(4, "Samples kept at each such step.", at_least=0)
+    show_every: int = option(
+        20, "Steps between those at which two completions are printed, from the first on; 0: none are.", at_least=0
+    )
 
     def check(self) -> None:
         """Raise ConfigError for the first value that cannot work, and where a dashboard is not installed."""
@@ -72,7 +76,8 @@ class EvaluationConfig:
 class RunConfig:
     """What reinforcement and supervised training have in common."""
 
-    steps: int = option(100, "Steps of the run.", at_least=1)
+    steps: int | None = option(None, "Steps of the run; 100 where epochs is not set either.", at_least=1)
+    epochs: float | None = option(None, "How often the run goes over its prompts, instead of steps.", above=0)
     seed: int = option(0, "Decides the order of the data and what is sampled.")
     device: str = option("auto", "auto (CUDA where there is one), cpu or cuda.")
     timeout_seconds: float = option(
@@ -84,9 +89,20 @@ class RunConfig:
     checkpoint: CheckpointConfig = option(CheckpointConfig, "")
     tracking: TrackingConfig = option(TrackingConfig, "")
 
+    def __post_init__(self) -> None:
+        if self.steps is None and self.epochs is None:
+            self.steps = 100
+
+    def count_steps(self, prompts: int, each: int) -> None:
+        """Set the steps that the epochs over `prompts` come to, `each` a step, in the place of epochs."""
+        if self.epochs is not None:
+            self.steps, self.epochs = math.ceil(round(self.epochs * prompts / each, 6)), None
+
     def check(self, world: int) -> None:
         """Raise ConfigError for the first setting that cannot work on `world` processes; loads no weights."""
         check_values(self)
+        if self.steps is not None and self.epochs is not None:
+            raise ConfigError(f"steps={self.steps} and epochs={self.epochs} are both set: unset one, as by steps=null.")
         self.checkpoint.check(self.tracking.name)
         self.tracking.check()
         self.actor.check()
@@ -114,10 +130,18 @@ class RunConfig:
 
 
 @dataclass
+class SftEvaluationConfig:
+    every: int = option(
+        100, "Steps between losses on data.eval; 0: before the first and after the last step only.", at_least=0
+    )
+
+
+@dataclass
 class SftConfig(RunConfig):
     """Settings of `python -m trainer sft`."""
 
     samples_per_step: int = option(32, "Demonstrations of one step, which is one optimizer update.")
+    evaluation: SftEvaluationConfig = option(SftEvaluationConfig, "")
 
     def check(self, world: int) -> None:
         super().check(world)
@@ -142,6 +166,7 @@ class TrainConfig(RunConfig):
     evaluation: EvaluationConfig = option(EvaluationConfig, "")
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.algorithm.aggregate == "constant" and self.algorithm.constant_length is None:
             self.algorithm.constant_length = self.rollout.max_response_tokens
 

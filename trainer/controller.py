@@ -13,16 +13,17 @@ import rewards
 from grpo.advantages import groups_with_signal
 from grpo.batch import Trajectory, lengths_of
 from grpo.config import ConfigError, to_yaml
-from grpo.data import Prompt, Prompts, PromptStream, load_prompts
+from grpo.data import Prompt, Prompts, PromptStream, load_held_out, load_prompts, overlap
 from trainer.config import TrainConfig, sizes_table
 from trainer.record import read_metrics
 from trainer.report import closing_table
 from trainer.runs import Run
 from trainer.tracking import Tracker
+from trainer.transcript import pick, render
 from workers.memory import Peaks
 from workers.models.hub import compute_dtype, read_config, read_tokenizer
 from workers.parallel.attention_backend import why_not_flash4
-from workers.parallel.mesh import count_shards
+from workers.parallel.mesh import count_shards, memory_for_each
 from workers.plan import OUTSIDE, Breakdown, Job, advice, predict
 
 
@@ -33,35 +34,52 @@ class Controller:
         self.config, self.run, self.peaks = config, run, peaks
         tokenizer = read_tokenizer(config.model)
         prompts = load_prompts(config.data, tokenizer, "train")
-        check_reward_columns(config, prompts)
+        check_reward_columns(config, prompts, "data.train")
         self.stream = PromptStream(prompts, config.batch.prompts_per_step, config.seed, config.data.shuffle)
         if run.data is not None:
             self.stream.load_state_dict(run.data)
-        self.held_out: Sequence[Prompt] = []
-        if config.data.eval is not None:
-            self.held_out = load_prompts(config.data, tokenizer, "eval")
-            check_reward_columns(config, self.held_out)
-            engines = dist.get_world_size() // config.rollout.tensor_parallel
-            if len(self.held_out) < engines:
-                raise ConfigError(f"data.eval has {len(self.held_out)} rows, fewer than the {engines} engines.")
+        epochs = config.epochs
+        config.count_steps(len(prompts), config.batch.prompts_per_step)
+        run.check_unfinished(config.steps)
+        self.held_out: list[Prompt] = []
+        self.sets: list[str] = []  # the name of each held-out prompt's set
+        sets = load_held_out(config.data, tokenizer)
+        for name, those in sets.items():
+            check_reward_columns(config, those, f"data.eval.{name}" if name else "data.eval")
+            self.held_out += those
+            self.sets += [name] * len(those)
+        engines = dist.get_world_size() // config.rollout.tensor_parallel
+        if sets and len(self.held_out) < engines:
+            raise ConfigError(f"data.eval has {len(self.held_out)} rows, fewer than the {engines} engines.")
         said = run.begin()
         self.tracker = Tracker(config.tracking, run.folder, config.steps, asdict(config), run.step)
         stack.enter_context(self.tracker)
         (run.folder / "config.yaml").write_text(f"# algorithm: {config.algorithm.name()}\n{to_yaml(config)}")
         for what in (said, f"Algorithm: {config.algorithm.name()}", sizes_table(config, dist.get_world_size())):
             self.tracker.say(what)
-        self.plan: dict[str, Breakdown] = {}  # of a GPU alone
+        if epochs is not None:
+            self.tracker.say(f"{epochs:g} epoch(s) of {len(prompts)} prompts are {config.steps} steps.")
+        if same := overlap(prompts, sets.values()):
+            self.tracker.say(describe_overlap(same, len(self.held_out)))
+        self.shown: dict[bool, int] = {}  # held out or not: at which step completions were printed last
+        self.plan: dict[str, Breakdown] = {}  # of a GPU alone: what is used of a host, torch does not count
         if device.type == "cuda":
             self._plan_memory(device, torch.cuda.mem_get_info()[1])
+        else:
+            self._plan_memory(device, memory_for_each(), host=True)
 
-    def _plan_memory(self, device: torch.device, total: int) -> None:
-        """Show what a GPU of `total` bytes will be asked for, and what would help where that is too much."""
+    def _plan_memory(self, device: torch.device, total: int, host: bool = False) -> None:
+        """Show what a GPU of `total` bytes, or the `host` with so many for each process, will be asked for."""
         job = job_of(self.config, dist.get_world_size(), device, total)
         weights = job.weights()
-        self.plan = predict(job, weights)
-        reason = why_not_flash4(self.config.model, job.model, device)
-        self.tracker.say(f"Attention: {f'torch, because {reason}' if reason else 'FlashAttention 4'}.")
-        self.tracker.say(plan_table(self.plan, total))
+        plan = predict(job, weights)
+        if host:
+            self.tracker.say(f"This host has {_gib(total)} GiB of memory free for each process.")
+        else:
+            self.plan = plan
+            reason = why_not_flash4(self.config.model, job.model, device)
+            self.tracker.say(f"Attention: {f'torch, because {reason}' if reason else 'FlashAttention 4'}.")
+        self.tracker.say(plan_table(plan, total))
         for sentence in advice(job, weights):
             self.tracker.say(sentence)
 
@@ -83,15 +101,34 @@ class Controller:
             self.tracker.say(measured_table(self.plan, peaks))
 
     def show(self, step: int, trajectories: Sequence[Trajectory]) -> None:
-        """Say which completions could not be graded, and keep samples where the step's are kept."""
+        """Say which completions could not be graded, print two, and keep samples, each where the step asks for it."""
         failures = [failure for trajectory in trajectories for failure in trajectory.failures]
         for failure in failures[:3]:
             self.tracker.say(
                 f"A completion could not be graded and counts as 0 ({failure.reward}: {failure.kind}: "
                 f"{failure.message}): {failure.completion[:200]!r}"
             )
+        held_out, every = trajectories[0].held_out, self.config.tracking.show_every
+        if every and step - self.shown.get(held_out, -every) >= every:
+            self.shown[held_out] = step
+            self.tracker.say(render(step, pick(trajectories)))
         if self.tracker.wants_samples(step):
-            self.tracker.samples(step, [sample_row(trajectory) for trajectory in trajectories])
+            rows = [sample_row(trajectory) for trajectory in trajectories]
+            for row, trajectory in zip(rows, trajectories, strict=True):
+                if trajectory.held_out and self.sets[trajectory.group]:
+                    row["set"] = self.sets[trajectory.group]
+            self.tracker.samples(step, rows)
+
+    def judge(self, batch: TensorDict, correct: torch.Tensor) -> dict[str, float]:
+        """The share of `correct` [B] bool of an evaluation's batch; where sets have names also theirs."""
+        metrics, correct = {"accuracy": correct.float().mean()}, correct.float()
+        sets, lengths = [self.sets[group] for group in batch["group"].tolist()], response_lengths(batch)
+        for name in dict.fromkeys(filter(None, self.sets)):
+            mine = torch.tensor([other == name for other in sets])
+            metrics[f"{name}/accuracy"] = correct[mine].mean()
+            metrics[f"{name}/reward/mean"] = batch["rewards"][mine].mean()
+            metrics[f"{name}/response_length/mean"] = lengths[mine].mean()
+        return {name: float(value) for name, value in metrics.items()}
 
     def close(self) -> None:
         """End the record with a table of what the run came to."""
@@ -113,13 +150,19 @@ def sample_row(trajectory: Trajectory) -> dict:
     }
 
 
-def check_reward_columns(config: TrainConfig, prompts: Prompts) -> None:
-    """Raise ConfigError where a reward needs a column that the data does not have."""
+def describe_overlap(same: Sequence[str], held_out: int) -> str:
+    """What to say of the prompts, `same`, that stand among the held-out ones and in the training data."""
+    found = f"{len(same)} of {held_out} held-out prompts stand in data.train as well, such as {same[0]!r:.100}"
+    return f"warning: {found}: what is measured on them is no generalisation; take them out of one of the two."
+
+
+def check_reward_columns(config: TrainConfig, prompts: Prompts, key: str) -> None:
+    """Raise ConfigError where a reward needs a column that the data of `key` does not have."""
     columns = list(prompts[0].row)
     for name, missing in rewards.missing_columns(config.rewards, columns).items():
         raise ConfigError(
-            f"Reward {name!r} needs the column {missing[0]!r}, which the data does not have: its columns are "
-            f"{', '.join(columns)}."
+            f"Reward {name!r} needs the column {missing[0]!r}, which {key} does not have: take it from another one by "
+            f"data.columns={{{missing[0]}: COLUMN}} (its columns are {', '.join(columns)})."
         )
 
 
@@ -173,6 +216,7 @@ def job_of(config: TrainConfig, world: int, device: torch.device, total: int) ->
         rows=-(-batch.prompts_per_step // engines) * batch.samples_per_prompt,
         reference=bool(config.algorithm.kl_coefficient),
         off_policy=config.needs_old_logprobs,
+        on_cpu=device.type == "cpu",
     )
 
 

@@ -23,6 +23,14 @@ class Run:
     step: int = 0  # of that checkpoint
     data: dict[str, Any] | None = None  # the state of the data at that checkpoint
 
+    def check_unfinished(self, steps: int | None) -> None:
+        """Raise ConfigError where a run of so many `steps` has none left; None: they are not known yet."""
+        if self.resumed is not None and steps is not None and self.step >= steps:
+            raise ConfigError(
+                f"checkpoint.resume=true, but {self.folder} is finished: its newest checkpoint is of step {self.step} "
+                f"and steps={steps}; raise steps to train on, or write the policy with python -m trainer export."
+            )
+
     def begin(self) -> str:
         """Move an earlier run's folder to the first free NAME.previous-N; returns a sentence for the user."""
         if self.resumed is not None:
@@ -50,20 +58,18 @@ def open_run(config: RunConfig) -> Run:
         if not checkpoints:
             raise ConfigError(f"checkpoint.resume=true, but {folder} has no checkpoint: {_way_out(config.tracking)}")
         newest = max(checkpoints)
-        if newest >= config.steps:
-            raise ConfigError(
-                f"checkpoint.resume=true, but {folder} is finished: its newest checkpoint is of step {newest} and "
-                f"steps={config.steps}; raise steps to train on, or write the policy with python -m trainer export."
-            )
-        return Run(folder, checkpoints[newest], newest, read_progress(checkpoints[newest])["data"])
+        run = Run(folder, checkpoints[newest], newest, read_progress(checkpoints[newest])["data"])
+        run.check_unfinished(config.steps)
+        return run
     if checkpoints and not config.checkpoint.overwrite:
         raise ConfigError(
             f"{folder} has checkpoints of an earlier run (steps {', '.join(map(str, checkpoints))}): go on with it by "
             "checkpoint.resume=true, choose another tracking.name, or begin anew by checkpoint.overwrite=true, which "
             f"moves it to {_free_name(folder)}."
         )
-    inputs = {"model.path": config.model.path, "data.train": config.data.train, "data.eval": config.data.eval}
-    for key, path in inputs.items():
+    inputs = [("model.path", config.model.path), ("data.train", config.data.train)]
+    inputs += [("data.eval", held_out.eval) for held_out in config.data.held_out_sets().values()]
+    for key, path in inputs:
         if path and holds_run(folder) and folder.resolve() in Path(path).expanduser().resolve().parents:
             moved = f"is in {folder}, which holds an earlier run and would be moved to {_free_name(folder)}"
             raise ConfigError(f"{key}={path} {moved}: choose another tracking.name.")

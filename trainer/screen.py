@@ -107,6 +107,13 @@ class Screen:
         return _hms(max(pace * (self._total - self._step) - (time.monotonic() - self._logged_at), 0.0))
 
 
+class SftScreen(Screen):
+    """The same of supervised training, which has losses and no rewards."""
+
+    curves = (("eval/loss", "held-out loss"), ("loss", "loss"))
+    in_line = (("loss", "loss"), ("eval/loss", "held-out loss"), ("grad_norm", "grad norm"))
+
+
 def _line(*cells: RenderableType) -> Table:
     """The cells in one line, of which the second gets all room that is left."""
     columns = [Column(no_wrap=True), Column(ratio=1), *(Column(no_wrap=True) for _ in cells[2:])]

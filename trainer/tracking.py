@@ -18,8 +18,21 @@ from rich.live import Live
 from rich.text import Text
 
 from trainer.config import TrackingConfig
+from trainer.pulse import Pulse
 from trainer.record import TensorBoard, Wandb, append_rows, open_record
 from trainer.screen import Screen
+
+PHASES = {
+    "engine_start": "starting the engine",
+    "actor_start": "loading the weights that are trained",
+    "rewards_start": "starting the processes that grade",
+    "evaluation": "evaluating the policy as it is",
+    "rollout": "sampling and grading the first responses",
+    "ref": "computing the reference's log-probabilities",
+    "old_logprobs": "computing the old log-probabilities",
+    "update": "making the first update (on CUDA layers are compiled for it)",
+}
+"""What a run does until its first step is done, by the names of its times."""
 
 
 class Stopwatch:
@@ -40,6 +53,9 @@ class Stopwatch:
             started = self._now()
             try:
                 yield
+            except Exception as error:
+                error.add_note(f"In the phase {name}.")
+                raise
             finally:
                 self._seconds[name] += self._now() - started
 
@@ -61,15 +77,24 @@ class Tracker:
     goes on from, or 0. Raises ConfigError where `folder`, which is made if missing, cannot be written.
     """
 
-    def __init__(self, config: TrackingConfig, folder: Path, total_steps: int, resolved: dict, start_step: int) -> None:
-        self._config, self._total = config, total_steps
+    def __init__(
+        self,
+        config: TrackingConfig,
+        folder: Path,
+        total_steps: int,
+        resolved: dict,
+        start_step: int,
+        screen: type[Screen] = Screen,
+    ) -> None:
+        self._config, self._total, self._start_step = config, total_steps, start_step
         # Whether it is a terminal is decided here, because rich also takes FORCE_COLOR, which CI sets, for one.
         terminal = sys.stdout.isatty()
         self._console = Console(force_terminal=terminal, width=None if terminal else 100)
         self._folder, history = folder, open_record(folder, start_step)
         self._last_step, self._line_printed_at = start_step or -1, float("-inf")
-        self._screen = Screen(folder.name, total_steps, start_step, history)
+        self._screen = screen(folder.name, total_steps, start_step, history)
         self._closing = ExitStack()
+        self._pulse: Pulse | None = None  # until the first step is done
         self._dashboards: list[TensorBoard | Wandb] = []
         if config.tensorboard:
             self._dashboards.append(TensorBoard(folder, start_step, resolved))
@@ -89,6 +114,8 @@ class Tracker:
                 self._closing.callback(handler.setStream, stream)
                 handler.setStream(getattr(sys, streams[stream]))
             self._closing.callback(live.stop)
+        else:
+            self._pulse = self._closing.enter_context(Pulse("", self.say))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -101,6 +128,8 @@ class Tracker:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record one step's metrics as one row, everywhere. Steps must ascend; NaN and inf are null in the row."""
         assert step > self._last_step, f"step {step} was logged after step {self._last_step}"
+        if self._pulse is not None and step > self._start_step:
+            self._pulse.end()
         self._last_step = step
         metrics = {key: float(value) for key, value in metrics.items()}
         append_rows(self._folder / "metrics.jsonl", step, [metrics])
@@ -108,8 +137,8 @@ class Tracker:
         for dashboard in self._dashboards:
             dashboard.log(step, metrics)
         if not self._console.is_interactive:
-            now = time.monotonic()
-            if "eval/accuracy" in metrics or step == self._total or now - self._line_printed_at >= 1.0:
+            now, evaluated = time.monotonic(), any(name.startswith("eval/") for name in metrics)
+            if evaluated or step == self._total or now - self._line_printed_at >= 1.0:
                 self.say(self._screen.line(metrics))
                 self._line_printed_at = now
 
@@ -130,6 +159,8 @@ class Tracker:
         """Show `name` as what the run is doing now."""
         before, self._screen.phase = self._screen.phase, name
         self._phase_began = time.monotonic()
+        if self._pulse is not None and name in PHASES:
+            self._pulse(PHASES[name])
         try:
             yield
         finally:

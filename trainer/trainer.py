@@ -5,6 +5,7 @@ worker methods split it over the ranks and gather what they return (workers/disp
 """
 
 from contextlib import ExitStack
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -20,14 +21,17 @@ from grpo.advantages import (
 )
 from trainer.checkpoint import Checkpoints
 from trainer.config import TrainConfig
-from trainer.controller import Controller, advantage_metrics, batch_metrics, response_lengths
+from trainer.controller import Controller, advantage_metrics, batch_metrics, job_of, response_lengths
+from trainer.pulse import Pulse
 from trainer.runs import Run
 from trainer.tracking import Stopwatch
 from workers.actor import ActorWorker
-from workers.dispatch import on_controller
+from workers.dispatch import from_controller, on_controller
+from workers.engines.torch_engine import share_of_memory
 from workers.memory import Peaks
 from workers.models.hub import read_tokenizer, stop_tokens
 from workers.parallel.mesh import make_inference_layout, make_training_layout
+from workers.plan import concurrent_samples
 from workers.ref import RefWorker
 from workers.rollout import Grader, RolloutWorker, make_engine
 from workers.sharding import ShardingManager, expect_current, judge_gap
@@ -40,27 +44,34 @@ class Trainer:
         self.config, self.step, self.stack = config, run.step, ExitStack()
         cuda = device.type == "cuda"
         peaks = Peaks(cuda)
-        # All that only rank 0 holds; None elsewhere.
-        self.controller: Controller | None = on_controller(lambda: Controller(config, device, run, peaks, self.stack))
+        with Pulse("reading and tokenising the data"):
+            made = on_controller(lambda: Controller(config, device, run, peaks, self.stack))
+        self.controller: Controller | None = made  # all that only rank 0 holds; None elsewhere
+        config.steps = from_controller(config.steps)  # which epochs may stand for
         self.watch = Stopwatch(cuda, self.controller.phase if self.controller else peaks)
         layout = make_training_layout(device, config.actor.replicate, config.actor.tensor_parallel)
         engines = make_inference_layout(device, config.rollout.tensor_parallel)
         # The engine first, as it takes its share of the memory that it finds free.
         with self.watch("engine_start"):
             log = run.folder / f"engine-{engines.dp_rank}.log"
-            engine = make_engine(config.model, config.rollout, engines, config.seed + engines.dp_rank, log)
+            rollout, world = config.rollout, dist.get_world_size()
+            if rollout.engine == "sglang":  # the embedded one fills its memory by itself
+                job = job_of(config, world, device, share_of_memory(device, 1.0))
+                rollout = replace(rollout, concurrent_samples=concurrent_samples(job))
+            engine = make_engine(config.model, rollout, engines, config.seed + engines.dp_rank, log)
         self.stack.callback(engine.shutdown)
         temperature, stop = config.rollout.temperature, stop_tokens(config.model)
         sizes = {"minibatches": config.batch.minibatches_per_step, "epochs": config.batch.epochs_per_step}
-        self.actor = ActorWorker(
-            config.model, config.actor, config.algorithm, layout, temperature, config.total_updates, **sizes
-        )
-        self.ref = None
-        if config.algorithm.kl_coefficient:
-            self.ref = RefWorker(config.model, config.actor, layout, temperature, self.actor.policy)
-        grade = None
+        self.ref = grade = None
+        with self.watch("actor_start"):
+            self.actor = ActorWorker(
+                config.model, config.actor, config.algorithm, layout, temperature, config.total_updates, **sizes
+            )
+            if config.algorithm.kl_coefficient:
+                self.ref = RefWorker(config.model, config.actor, layout, temperature, self.actor.policy)
         if engines.tp_rank == 0:
-            grade = self.stack.enter_context(Grader(config.rewards, read_tokenizer(config.model), stop))
+            with self.watch("rewards_start"):
+                grade = self.stack.enter_context(Grader(config.rewards, read_tokenizer(config.model), stop))
         progress = self.controller.tracker.progress if self.controller else None
         self.rollout = RolloutWorker(config.rollout, engine, engines, stop, config.seed, grade, progress)
         self.sharding = ShardingManager(self.actor, self.rollout, self.ref, peaks)
@@ -146,7 +157,7 @@ class Trainer:
 
     def evaluate(self) -> dict[str, float]:
         """Accuracy and length on the held-out prompts, as metrics under eval/; empty where there are none."""
-        if self.config.data.eval is None:
+        if not self.config.data.eval:
             return {}
         config = self.config.evaluation
         with self.watch("evaluation"):
@@ -158,7 +169,7 @@ class Trainer:
             return {}
         self.controller.show(self.step, self.rollout.trajectories)
         correct = batch[f"rewards/{config.accuracy or next(iter(self.config.rewards.weights))}"] >= 1 - 1e-6
-        metrics = batch_metrics(batch) | {"accuracy": float(correct.float().mean())}
+        metrics = batch_metrics(batch) | self.controller.judge(batch, correct)
         metrics["time/sync"] = self.sharding.metrics["time/sync"]
         return {f"eval/{name}": value for name, value in metrics.items()}
 

@@ -19,6 +19,7 @@ class ModelConfig:
         "auto",
         "Compute type: auto (bfloat16 on CUDA, float32 on a CPU), bfloat16 or float32. "
         "Master weights and optimizer state are float32 always.",
+        choices=("auto", "bfloat16", "float32"),
     )
     attention: str = option(
         "auto",

@@ -98,6 +98,13 @@ def on_controller(work: Callable[[], Any]) -> Any:
     return result
 
 
+def from_controller(value: Any) -> Any:
+    """The controller's `value`, on every rank."""
+    shared = [value]
+    dist.broadcast_object_list(shared, CONTROLLER)
+    return shared[0]
+
+
 def dispatched(*fields: str) -> Callable:
     """Mark a Worker method as run by all processes on rows of the controller's batch.
 

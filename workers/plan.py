@@ -1,4 +1,4 @@
-"""How much GPU memory each phase of a step takes on one rank, predicted from the settings alone.
+"""How much memory of a GPU, or of a host without, each phase of a step takes on one rank, predicted from the settings.
 
 docs/memory.md has the formulas in words. A prediction is the fullest moment of its phase: micro-batches full to the
 last token, samples as long as they may be, and all that a phase holds at once. MARGIN is for what is not in it: CUDA
@@ -78,6 +78,7 @@ class Job:
     rows: int  # samples of a step, of one engine
     reference: bool = False
     off_policy: bool = False  # the step begins with the policy's own log-probabilities
+    on_cpu: bool = False  # `total` is of the host, to which nothing can be offloaded
 
     @property
     def family(self) -> Llama:
@@ -85,6 +86,17 @@ class Job:
 
     def weights(self) -> Weights:
         return Weights.of(self.model, self.dp_shard, self.actor.tensor_parallel)
+
+    @property
+    def cache(self) -> int:
+        """Bytes of the keys and values of the longest sample, over all ranks of its engine."""
+        heads = self.family.kv_heads * self.family.head_dim
+        return self.longest * 2 * self.family.layers * heads * self.compute.itemsize
+
+    @property
+    def copies_logits(self) -> bool:
+        """Whether the head makes float32 copies of a chunk's logits, which on a CPU are of a few rows alone."""
+        return not self.compiled and not self.on_cpu
 
     @property
     def learned(self) -> int:
@@ -101,19 +113,30 @@ class Job:
         return replace(self, **{group: replace(getattr(self, group), **settings)})
 
 
+def concurrent_samples(job: Job) -> int:
+    """How many samples an SGLang engine works on at once: as set, or those of a step that its memory holds.
+
+    A sample is counted with a quarter of its longest: few get there, and SGLang puts back what it has no room for.
+    """
+    if job.rollout.concurrent_samples is not None:
+        return job.rollout.concurrent_samples
+    held = job.rollout.tensor_parallel * int(job.rollout.memory_fraction * job.total)
+    return max(1, min(job.rows, (held - job.compute.itemsize * job.weights().total) // (job.cache // 4)))
+
+
 def predict(job: Job, weights: Weights | None = None) -> dict[str, Breakdown]:
     """What takes how many bytes at the fullest moment of each of PHASES that the job has, and between them (`rest`)."""
     w, e, family = weights or job.weights(), job.compute.itemsize, job.family
     stored = {"weights": MASTER * w.local, "optimizer": ADAM * w.local, "reference": e * w.local * job.reference}
-    offloaded = [{"parameters": "weights"}.get(what, what) for what in job.actor.offload]
+    offloaded = [] if job.on_cpu else [{"parameters": "weights"}.get(what, what) for what in job.actor.offload]
     kept = {what: size for what, size in stored.items() if what not in offloaded}
     copy, share = e * w.total // job.rollout.tensor_parallel, int(job.rollout.memory_fraction * job.total)
     if job.rollout.engine == "sglang":
         engine, left, served = OUTSIDE, {"none": share, "kv": copy}.get(job.rollout.release, 0), share
     else:
         # KV cache of the samples at work, and of each a row of float32 logits with what drawing from it makes of it.
-        row = job.longest * 2 * family.layers * family.kv_heads * family.head_dim * e + 6 * 4 * family.vocab
-        served = copy + min(job.rows, job.rollout.concurrent_samples) * row
+        row = job.cache + 6 * 4 * family.vocab
+        served = copy + min(job.rows, job.rollout.concurrent_samples or job.rows) * row
         engine, left, served = "engine", copy, max(copy, min(share, served))
     rest = stored | {engine: left}
     bucket = min(max(BUCKET_BYTES, e * w.largest), e * w.total)
@@ -138,7 +161,7 @@ def _update(job: Job, w: Weights) -> Breakdown:
     logits = min(Head.chunk_size, tokens) * (w.head // hidden)
     # Activations, gradients and the head. First in the head: the last norm, the hidden states that it sees and their
     # gradient; a chunk's logits, of which eager arithmetic makes five float32 copies, and the weight's gradient.
-    head = e * logits + 4 * w.head + max(e * w.head, 0 if job.compiled else 5 * 4 * logits)
+    head = e * logits + 4 * w.head + max(e * w.head, 5 * 4 * logits * job.copies_logits)
     moments = [(tokens * (before[-1] + hidden * (4 + 4 * e)), 4 * (w.root + layers * w.layer) * adds_up, head)]
     for i in reversed(range(layers)):
         # Of the layers up to this one, and gradients that pass through its feed-forward part.
@@ -158,7 +181,7 @@ def _logprobs(job: Job, w: Weights) -> Breakdown:
     e, tokens, hidden = job.compute.itemsize, job.tokens, job.family.hidden
     logits = min(Head.chunk_size, tokens) * (w.head // hidden)
     in_a_layer = {"activations": tokens * e * 3 * (job.family.feed_forward // job.actor.tensor_parallel + hidden)}
-    in_the_head = {"activations": tokens * e * 2 * hidden, "head": logits * (e + (0 if job.compiled else 3 * 4))}
+    in_the_head = {"activations": tokens * e * 2 * hidden, "head": logits * (e + 3 * 4 * job.copies_logits)}
     return _gathered(job, w) | max(in_a_layer, in_the_head, key=lambda parts: sum(parts.values()))
 
 
@@ -210,8 +233,9 @@ def advice(job: Job, weights: Weights) -> list[str]:
         "actor.recompute=full": job.having("actor", recompute="full"),
         "actor.offload=[optimizer]": job.having("actor", offload=["optimizer"]),
         "actor.offload=[optimizer,parameters]": job.having("actor", offload=["optimizer", "parameters"]),
-        "twice as many GPUs": replace(job, dp_shard=2 * job.dp_shard, samples=ceil(job.samples / 2)),
     }
+    if not job.on_cpu:  # more processes share the same host
+        ways["twice as many GPUs"] = replace(job, dp_shard=2 * job.dp_shard, samples=ceil(job.samples / 2))
     sizes = {way: _sizes(other, weights if other.dp_shard == job.dp_shard else None) for way, other in ways.items()}
     limit, sentences = job.total * (1 - MARGIN), []
     for name, size in too_large.items():

@@ -22,6 +22,8 @@ from workers.engines.config import RolloutConfig
 from workers.engines.protocol import Engine, Sampling
 from workers.parallel.mesh import InferenceLayout, make_store
 
+TICK = 1.0  # seconds
+
 
 def make_engine(
     model: ModelConfig, config: RolloutConfig, layout: InferenceLayout, seed: int, log: Path | None = None
@@ -34,7 +36,7 @@ def make_engine(
     from workers.engines.torch_engine import TorchEngine, share_of_memory
 
     return TorchEngine(
-        model, layout.device, config.concurrent_samples, share_of_memory(layout.device, config.memory_fraction)
+        model, layout.device, config.concurrent_samples or 2**31, share_of_memory(layout.device, config.memory_fraction)
     )
 
 
@@ -163,6 +165,8 @@ class RolloutWorker(Worker):
             mine = iter(WorkStealing(shares, self.layout.dp_rank, store))
         room = asyncio.Semaphore(max(limit or len(task.prompts) * task.samples, task.samples))
         groups: list[asyncio.Task] = []
+        self.sampled = self.told = 0
+        ticking = asyncio.create_task(self._tick(task, store))
         try:
             async with asyncio.TaskGroup() as tasks:
                 while True:
@@ -174,6 +178,7 @@ class RolloutWorker(Worker):
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
         finally:
+            ticking.cancel()
             self.engine.abort()
         return [trajectory for group in groups for trajectory in group.result()]
 
@@ -181,27 +186,42 @@ class RolloutWorker(Worker):
         self, task: _Task, index: int, room: asyncio.Semaphore, store: dist.Store
     ) -> list[Trajectory]:
         """All samples of prompt `index`, graded."""
-        group = await asyncio.gather(*(self._sample(task, index, sample, room) for sample in range(task.samples)))
-        done = store.add("samples", len(group))
-        tokens = store.add("tokens", sum(int(trajectory.mask.sum()) for trajectory in group))
-        if self.progress is not None:
-            self.progress(done, len(task.prompts) * task.samples, tokens)
-        return group
+        samples = (self._sample(task, index, sample, room, store) for sample in range(task.samples))
+        return await asyncio.gather(*samples)
 
-    async def _sample(self, task: _Task, index: int, sample: int, room: asyncio.Semaphore) -> Trajectory:
+    async def _tick(self, task: _Task, store: dist.Store) -> None:
+        """Tell every TICK how far the rollout is: with long responses, none may be done for minutes."""
+        while True:
+            await asyncio.sleep(TICK)
+            self._tell(task, store)
+
+    def _tell(self, task: _Task, store: dist.Store, done: int = 0) -> None:
+        """Add what this engine has done since it was last told, `done` samples with it, to what all have."""
+        tokens = self.sampled + self.engine.tokens_at_work
+        samples, total = store.add("samples", done), store.add("tokens", tokens - self.told)
+        self.told = tokens
+        if self.progress is not None:
+            self.progress(samples, len(task.prompts) * task.samples, total)
+
+    async def _sample(
+        self, task: _Task, index: int, sample: int, room: asyncio.Semaphore, store: dist.Store
+    ) -> Trajectory:
         prompt = task.prompts[index]
         trajectory = Trajectory(prompt.tokens, index, task.held_out, prompt.row, prompt.text)
         # A function of what is sampled alone, so that a resumed run samples what the unbroken one did.
         _, rounds = self.rounds[task.held_out]
         seed = hash((self.seed, self.version, task.held_out, rounds, index, sample)) % 2**31
         limits = self.config.top_p, self.config.top_k, self.config.max_response_tokens
+        sampling = Sampling(task.temperature, *limits, self.stop, seed, tuple(self.config.stop))
         try:
-            response = await self.engine.sample(prompt.tokens, Sampling(task.temperature, *limits, self.stop, seed))
+            response = await self.engine.sample(prompt.tokens, sampling)
         finally:
             room.release()
         self.sampled_at = time.perf_counter()
         trajectory.add_sampled(response.tokens, response.logprobs, self.version)
         trajectory.finish_reason = response.finish_reason
+        self.sampled += len(response.tokens)
         if self.grade is not None:
             await self.grade(trajectory)
+        self._tell(task, store, done=1)
         return trajectory

@@ -3,6 +3,7 @@
 import dataclasses
 import operator
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -23,6 +24,7 @@ class Settings:
     name: str | None = option(None, "What it is called.")
     fast: bool = option(False, "Whether to hurry.")
     weights: dict[str, float] = option({"a": 1.0}, "What counts how much.")
+    options: dict[str, Any] = option({}, "What else.")
     optimizer: Optimizer = option(Optimizer, "How to step.")
     warmup: Optimizer = option(Optimizer, "How to start.")
 
@@ -149,6 +151,45 @@ def test_an_override_without_key_and_value_is_refused(override):
 def test_an_override_that_is_no_yaml_or_refers_to_nothing_is_refused():
     assert "The value in 'seed=[1' is not valid YAML" in refusal(overrides=["seed=[1"])
     assert "seed" in refusal(overrides=["seed=${nothing}"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "weights"),
+    [
+        (["weights={c: 1}"], {"c": 1.0}),
+        (["weights={c: 1}", "weights.d=2"], {"c": 1.0, "d": 2.0}),
+        (["weights.c=1", "weights.b=3"], {"a": 1.0, "b": 3.0, "c": 1.0}),
+        (["weights.a=null"], {"b": 2.0}),
+        (["weights.a=null", "weights.a=4"], {"b": 2.0, "a": 4.0}),
+        (["weights={}"], {}),
+    ],
+)
+def test_a_mapping_of_the_command_line_replaces_and_a_dotted_key_adds_or_takes_away(overrides, weights, yaml):
+    assert load(Settings, yaml("weights: {b: 2}\n"), overrides).weights == weights
+
+
+def test_an_entry_to_take_away_must_be_there_where_null_is_no_value(yaml):
+    said = refusal(yaml("weights: {b: 2}\n"), ["weights.c=null"])
+    assert "weights.c=null" in said
+    assert "it has a, b" in said
+    path = yaml("options: {fast: {a: 1, b: 2}}\n")
+    assert load(Settings, path, ["options.fast={c: 3}"]).options == {"fast": {"c": 3}}
+    assert load(Settings, path, ["options.fast.b=null", "options.slow=null"]).options == {
+        "fast": {"a": 1},
+        "slow": None,
+    }
+
+
+@pytest.mark.parametrize("given", ["weights={x:1}", "weights=x:1", "options={fast: {x:1}}", "options.fast={x:1}"])
+def test_a_mapping_without_spaces_or_split_by_the_shell_is_told_how_to_write_it(given):
+    said, key = refusal(overrides=[given]), given.partition("=")[0].partition(".")[0]
+    assert f"Setting {key} in {given} is not a mapping" in said
+    assert f"'{key}={{x: 1}}'" in said
+    assert f"{key}.x=1" in said
+
+
+def test_an_override_that_the_shell_split_at_a_space_is_told_to_be_quoted():
+    assert "quote the whole" in refusal(overrides=["weights={x:", "1}"])
 
 
 def test_to_yaml_loads_again_as_the_same_settings(yaml):

@@ -15,9 +15,10 @@ import huggingface_hub
 import pytest
 from huggingface_hub.errors import RepositoryNotFoundError
 
+import rewards
 from examples.countdown import make_tokenizer
 from grpo.config import ConfigError, load
-from grpo.data import PromptStream, load_prompts, tokenize_prompts, tokenize_responses
+from grpo.data import PromptStream, load_held_out, load_prompts, tokenize_prompts, tokenize_responses
 from grpo.data_config import DataConfig
 from grpo.sources import load_rows
 
@@ -351,3 +352,148 @@ print([[p.index for p in stream.next()] for _ in range(2)])
         environment, command = {"PYTHONHASHSEED": hash_seed}, [sys.executable, "-c", program]
         out = subprocess.run(command, env=environment, capture_output=True, text=True)
         assert out.stdout == "[[2, 7, 8, 1, 4, 3, 6, 0, 5], [4, 8, 2, 7, 6, 0, 1, 5, 3]]\n", out.stderr
+
+
+# files of other trainers
+
+
+VERL = [
+    {
+        "data_source": "gsm8k",
+        "prompt": [{"role": "user", "content": f"{n} to 5"}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": str(n)},
+        "extra_info": {"index": n, "split": "train"},
+    }
+    for n in range(3)
+]
+TRL = [{"prompt": f"{n} to 5", "solution": f"$\\boxed{{{n}}}$", "level": n} for n in range(3)]
+
+
+def test_files_of_verl_and_trl_by_config_alone(tmp_path, tokenizer, chat_tokenizer):
+    datasets.Dataset.from_list(VERL).to_parquet(tmp_path / "rows.parquet")
+    write_lines(tmp_path / "rows.jsonl", TRL)
+    verl = ["columns={answer: reward_model.ground_truth}", "chat=true", f"train={tmp_path}/rows.parquet"]
+    trl = ["columns={answer: solution}", f"train={tmp_path}/rows.jsonl"]
+    for given, reader, text in ((verl, chat_tokenizer, "= 1 to 5 yes "), (trl, tokenizer, "1 to 5")):
+        prompts = load_prompts(load(DataConfig, overrides=given), reader, "train")
+        assert prompts[1].text == text
+        assert prompts[1].row.keys() > {"prompt", "answer"}
+        assert [rewards.get("math")("It is \\boxed{1}.", prompt.row) for prompt in prompts] == [0.0, 1.0, 0.0]
+
+
+def test_columns_follow_paths_and_say_where_they_end(tmp_path, chat_tokenizer):
+    path = write_lines(tmp_path / "verl.jsonl", VERL)
+    columns = {"question": "prompt.0.content", "ability": "extra_info.split"}
+    config = DataConfig(train=path, columns=columns, template="{question} yes")
+    assert load_prompts(config, chat_tokenizer, "train")[2].row["ability"] == "train"
+    for wrong, says in [
+        ("reward_modl.style", ["'reward_modl'", "did you mean reward_model?"]),
+        ("reward_model.truth", ["row 0", "'truth'"]),
+        ("reward_model.ground_trth", ["did you mean ground_truth?"]),
+        ("prompt.1.content", ["row 0", "'1' in prompt.1.content"]),
+    ]:
+        with refused("data.columns.answer", *says):
+            load_prompts(DataConfig(train=path, columns={"answer": wrong}), chat_tokenizer, "train")
+
+
+TURNS = [("system", "to"), ("human", "9"), ("gpt", "3")]
+
+
+@pytest.mark.parametrize("form", ["role", "from"])
+def test_conversations_are_demonstrations_and_their_end_is_no_prompt(form, tmp_path, chat_tokenizer):
+    names = {"human": "user", "gpt": "assistant"} if form == "role" else {}
+    content = {"role": "content", "from": "value"}[form]
+    whole = [{form: names.get(who, who), content: text} for who, text in TURNS]
+    path = write_lines(tmp_path / "rows.jsonl", [{"messages": whole, "begun": whole[:2], "completion": whole[2:]}] * 2)
+    config = DataConfig(train=path, chat=True, prompt_column="messages")
+    three = [chat_tokenizer.convert_tokens_to_ids("3"), chat_tokenizer.eos_token_id]
+    with refused("row 0 of messages ends with the assistant's", "messages.0.content"):
+        load_prompts(config, chat_tokenizer, "train")
+    begun = DataConfig(train=path, chat=True, prompt_column="begun", response_column="completion")
+    for settings in (config, begun):
+        prompts = load_prompts(settings, chat_tokenizer, "train", demonstrations=True)
+        assert prompts[1].text == "( to = 9 yes "
+        assert tokenize_responses(prompts, chat_tokenizer, settings) == [three, three]
+    assert load_prompts(begun, chat_tokenizer, "train")[0].text == "( to = 9 yes "
+    with refused("no column response", "begun of row 0", "set it or complete the row"):
+        load_prompts(
+            DataConfig(train=path, chat=True, prompt_column="begun"), chat_tokenizer, "train", demonstrations=True
+        )
+
+
+# several held-out sets
+
+
+def test_each_held_out_set_has_its_own_settings(tmp_path, tokenizer):
+    path = write_lines(tmp_path / "rows.jsonl", ROWS)
+    (tmp_path / "made.py").write_text("def rows(split, n=1):\n    return [{'target': split, 'numbers': [1]}] * n\n")
+    hard = f"{{source: {tmp_path}/made.py:rows, split: 'no', template: '{{target}}', options: {{n: 3}}}}"
+    sets = f"eval={{easy: {path}, some: {{source: {path}, limit: 2}}, hard: {hard}}}"
+    found = load_held_out(load(DataConfig, overrides=[sets, "eval_limit=4"]), tokenizer)
+    assert {name: len(prompts) for name, prompts in found.items()} == {"easy": 4, "some": 2, "hard": 3}
+    assert set(found["hard"].texts) == {"no"}
+    assert load_held_out(DataConfig(), tokenizer) == {}
+
+
+@pytest.mark.parametrize(
+    ("sets", "says"),
+    [
+        ("{a: {split: test}}", ["data.eval.a names no source", "a: {source: FILE"]),
+        ("{a: {source: x.jsonl, limt: 3}}", ["data.eval.a.limt", "did you mean limit?"]),
+        ("{a: {source: x.jsonl, options: {n: 3}}}", ["data.eval.a.options", "module:function"]),
+        ("{a: {source: x.jsonl, limit: 0}}", ["data.eval.a.limit=0"]),
+        ("{a: none.jsonl}", ["data.eval.a: there is no file none.jsonl"]),
+    ],
+)
+def test_held_out_sets_that_cannot_work(sets, says, tokenizer):
+    with refused(*says):
+        load_held_out(load(DataConfig, overrides=[f"eval={sets}"]), tokenizer)
+    with refused("data.options", "unset"):
+        load_prompts(DataConfig(train="x.jsonl", options={"n": 3}), tokenizer, "train")
+
+
+# bad input
+
+
+@pytest.mark.parametrize(("line", "says"), [('{"prompt": "1", ', "is not JSON"), ("[1, 2]", "is not an object")])
+def test_a_broken_line_is_named_by_its_number(line, says, tmp_path):
+    lines = [json.dumps(row) for row in ROWS]
+    (tmp_path / "rows.jsonl").write_text("\n".join([*lines[:6], "", line, *lines[6:]]))
+    with refused("data.train: line 8 of", "rows.jsonl", says, "repair or delete the line"):
+        load_rows(str(tmp_path / "rows.jsonl"), "train")
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (
+            "def rows(split):\n    n = 0\n    yield 1 / n\n",
+            ["rows raised ZeroDivisionError: ", "made.py, line 3"],
+        ),
+        ("import json\ndef rows(split):\n    json.loads('{')\n", ["raised JSONDecodeError: ", "made.py, line 3"]),
+        ("\ndef rows(split)\n", ["SyntaxError: expected ':'", "made.py, line 2"]),
+        ("import json\nrows = jsn.loads\n", ["NameError: name 'jsn'", "made.py, line 2"]),
+        ("import no_such_package\n", ["no_such_package", "install it"]),
+    ],
+)
+@pytest.mark.parametrize("module", [False, True])
+def test_generators_that_raise_are_named_with_file_and_line(text, says, module, tmp_path, monkeypatch):
+    (tmp_path / "made.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "made", raising=False)
+    with refused("data.train: ", *says):
+        load_rows("made:rows" if module else f"{tmp_path}/made.py:rows", "train")
+
+
+def test_generators_get_what_they_take(tmp_path):
+    (tmp_path / "made.py").write_text(
+        "def bare():\n    yield {'a': 'none'}\n"
+        "def sized(split, *, size=1):\n    yield {'a': f'{split} {size}'}\n"
+        "def free(**options):\n    yield {'a': str(options)}\n"
+    )
+    given = {"bare": {}, "sized": {"size": 3}, "free": {"b": 4}}
+    rows = [load_rows(f"{tmp_path}/made.py:{name}", "dev", options=options)[0]["a"] for name, options in given.items()]
+    assert rows == ["none", "dev 3", "{'b': 4}"]
+    with refused("data.options.sise", "did you mean size?"):
+        load_rows(f"{tmp_path}/made.py:sized", "dev", options={"sise": 3})

@@ -1,10 +1,12 @@
 """Algorithms in whole runs: each preset learns, groups without signal are replaced, length is punished, proofs hold."""
 
+import itertools
 import json
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,11 +14,13 @@ import pytest
 import torch
 
 import workers.actor
+from examples.countdown import make_model, make_tokenizer
 from grpo.advantages import join_rounds, keep_groups
 from grpo.algorithm import PRESETS
 from grpo.batch import jagged, make_batch
 from grpo.config import ConfigError
 from tests.trainer.conftest import rows_of
+from trainer import prove
 from trainer.algorithms import describe_algorithm, list_algorithms
 from workers.actor import ActorWorker
 from workers.parallel import attention_backend
@@ -223,6 +227,77 @@ def proven(start, capsys, *more) -> str:
     with pytest.raises(AssertionError):  # start() wants exit code 0
         start("prove", "run", *more)
     return capsys.readouterr().out
+
+
+@pytest.fixture
+def cuts(run_main, settings, tmp_path, monkeypatch, capsys) -> Callable[..., tuple[int, dict[str, float]]]:
+    """cuts(*overrides): the exit code of `prove` without the stillness, and by cut how far its row is apart."""
+    monkeypatch.setattr(prove, "prove_stillness", lambda *_: True)
+
+    def run(*more: str) -> tuple[int, dict[str, float]]:
+        capsys.readouterr()
+        code = run_main("prove", *settings["prove"], f"tracking.folder={tmp_path}", "tracking.name=run", *more)
+        said = capsys.readouterr().out
+        assert "4 updates of up to 64 short samples" in said
+        assert re.search(r"the others take about [\d.]+ minutes", said)
+        rows = re.findall(r"1 x 1 x 1 +(in float32|\w+) .*?(\d\.\de[-+]\d+)", said)
+        return code, {cut: float(apart) for cut, apart in rows}
+
+    return run
+
+
+@pytest.fixture
+def rough(tmp_path) -> str:
+    """A model that float32 rounds by more than 1e-4."""
+    model = make_model("llama", hidden=32, layers=4, feed_forward=64)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            for weight in (parameter for parameter in layer.parameters() if parameter.ndim > 1):
+                weight.mul_(15)
+    model.save_pretrained(tmp_path / "rough")
+    make_tokenizer().save_pretrained(tmp_path / "rough")
+    return f"model.path={tmp_path / 'rough'}"
+
+
+def test_rounding_is_shown_and_not_taken_for_a_mistake(cuts, rough):
+    code, apart = cuts(rough)
+    assert code == 0
+    assert max(apart["many"], apart["shuffled"]) < 1e-6 < 1e-4 < apart["in float32"] < 1e-2
+
+
+def weigh(micro_batch: int, by: float) -> Callable:
+    """policy_loss, whose call number `micro_batch` of an update that makes several is multiplied `by`."""
+    policy_loss, calls = workers.actor.policy_loss, itertools.count()
+
+    def weighed(logprobs, *rest):
+        loss, sums = policy_loss(logprobs, *rest)
+        number = next(calls)  # the first update has one
+        return loss * (by if number and micro_batch in (None, number) else 1), sums
+
+    return weighed
+
+
+@pytest.mark.parametrize("mistake", ["denominator", "micro-batch", "gradient"])
+def test_a_mistake_of_a_ten_thousandth_is_found_behind_any_rounding(mistake, cuts, rough, monkeypatch):
+    if mistake == "denominator":  # as soon as there are several micro-batches
+        monkeypatch.setattr(workers.actor, "policy_loss", weigh(None, 1 + 1e-4))
+    elif mistake == "micro-batch":
+        monkeypatch.setattr(workers.actor, "policy_loss", weigh(3, 1 + 2e-3))
+    else:
+        clip_gradients, calls = workers.actor.clip_gradients, itertools.count()
+
+        def off(parameters, *rest):
+            norm = clip_gradients(parameters, *rest)
+            if next(calls):
+                grad = parameters[-1].grad.to_local()
+                size = sum(each.grad.to_local().square().sum() for each in parameters).sqrt()
+                grad += 1e-4 * size / grad.numel() ** 0.5
+            return norm
+
+        monkeypatch.setattr(workers.actor, "clip_gradients", off)
+    code, apart = cuts(rough)
+    assert code == 1
+    assert 2e-5 < apart["many"] < 1e-3  # no larger than it was made
 
 
 def test_a_wrong_denominator_is_found(start, monkeypatch, capsys):

@@ -4,16 +4,20 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
-from examples.countdown import make_model
+from examples.countdown import make_model, make_tokenizer
 from grpo.config import describe
 from trainer.__main__ import settings_page
 from trainer.config import SftConfig, TrainConfig
+from trainer.tracking import Stopwatch
+from workers.engines.sglang_process import EngineProcess
 
 
 @pytest.fixture(autouse=True)
@@ -97,10 +101,13 @@ def test_what_can_work_gets_as_far_as_loading_weights(command, run_main, setting
         (["rollout.tensor_parallel=2"], ["rollout.tensor_parallel", "rollout.engine=sglang"]),
         (["rollout.engine=sglang", "rollout.tensor_parallel=2"], ["rollout.tensor_parallel=2", "1 process(es)"]),
         (["rollout.sglang={attention_backend: triton}"], ["rollout.sglang", "rollout.engine=sglang"]),
+        (["model.dtype=float64"], ["model.dtype='float64'", "auto, bfloat16, float32"]),
         (["model.attention=flash"], ["model.attention='flash'", "auto, torch, flash4"]),
         (["model.attention=flash4", "device=cpu"], ["model.attention=flash4", "not a Hopper GPU", "Use auto or torch"]),
         (["rollout.release=everything"], ["rollout.release='everything'", "kv+weights"]),
         (["rollout.memory_fraction=1.5"], ["rollout.memory_fraction=1.5"]),
+        (["rollout.stop=[a, '']"], ["rollout.stop holds ''", "leave it out"]),
+        (['rollout.stop=["\\ufffd"]'], ["rollout.stop holds", "leave it out"]),
         (["rollout.gap_warning=0.9"], ["rollout.gap_warning=0.9", "rollout.gap_error=0.5"]),
         (["rollout.verify_every=-1"], ["rollout.verify_every=-1"]),
         (["rollout.stall_seconds=0"], ["rollout.stall_seconds=0"]),
@@ -150,6 +157,98 @@ def test_model_folders_that_cannot_be_used(refusal, tmp_path):
     assert_names(refusal("model.path=./empty"), "./empty", "no config")
 
 
+def damaged(folder: Path, how: str) -> Path:
+    """A model of one layer in `folder`, damaged."""
+    make_model(layers=1).save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    file = folder / "model.safetensors"
+    if how == "cut":
+        file.write_bytes(file.read_bytes()[:-1])
+    elif how == "header":
+        file.write_bytes(b"\xff" * 8 + file.read_bytes()[8:])
+    elif how == "shard":
+        names = {"a": "model.safetensors", "b": "model-00002-of-00002.safetensors"}
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    elif how == "weight":
+        weights = load_file(file)
+        del weights["model.norm.weight"], weights["model.layers.0.mlp.up_proj.weight"]
+        save_file(weights, file)
+    else:
+        settings = json.loads((folder / "config.json").read_text())
+        change = {"shape": {"intermediate_size": 99}, "quantized": {"quantization_config": {"quant_method": "awq"}}}
+        (folder / "config.json").write_text(json.dumps(settings | change[how]))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("cut", ["model.safetensors is damaged or cut off", "copy or download"]),
+        ("header", ["model.safetensors is damaged or cut off", "copy or download"]),
+        ("shard", ["lacks model-00002-of-00002.safetensors", "model.safetensors.index.json", "copy or download"]),
+        ("weight", ["no weight model.layers.0.mlp.up_proj.weight", "2 of ", "save_pretrained"]),
+        ("shape", ["model.layers.0.mlp.gate_proj.weight has the shape (192, 64)", "by config.json (99, 64)"]),
+        ("quantized", ["is quantized (awq)", "use the folder that it was made from"]),
+    ],
+)
+def test_weights_that_cannot_be_used(how, words, refusal, tmp_path):
+    assert_names(refusal(f"model.path={damaged(tmp_path / 'broken', how)}"), str(tmp_path / "broken"), *words)
+
+
+@pytest.mark.parametrize(
+    ("files", "path", "words"),
+    [
+        ({"x.gguf": ""}, "other", ["is a GGUF", "pip install gguf", "from_pretrained('other', gguf_file='x.gguf')"]),
+        ({"x.gguf": ""}, "other/x.gguf", ["is a GGUF", "from_pretrained('other', gguf_file='x.gguf')"]),
+        ({"config.json": "{}", "pytorch_model.bin": ""}, "other", ["no *.safetensors", "from_pretrained('other')"]),
+        (
+            {"adapter_config.json": '{"base_model_name_or_path": "some/base"}', "adapter_model.safetensors": ""},
+            "other",
+            ["an adapter of some/base", "from_pretrained('other').merge_and_unload().save_pretrained('OUT')"],
+        ),
+        ({"checkpoints/step-1/progress.json": ""}, "other", ["of a run", "python -m trainer export RUN OUT"]),
+        ({"checkpoints/step-1/progress.json": ""}, "other/checkpoints/step-1", ["of a run", "export RUN OUT"]),
+        ({"model.safetensors": ""}, "other/model.safetensors", ["is a file", "the folder that it is in"]),
+    ],
+)
+def test_other_formats_are_refused_with_the_way_to_convert_them(files, path, words, refusal, tmp_path):
+    for name, text in files.items():
+        (tmp_path / "other" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "other" / name).write_text(text)
+    assert_names(refusal(f"model.path=./{path}"), f"model.path=./{path} ", *words)
+
+
+@pytest.mark.parametrize(
+    ("phase", "helps"),
+    [
+        ("engine_start", "lower rollout.concurrent_samples, rollout.memory_fraction"),
+        ("update", "lower actor.max_tokens_per_microbatch"),
+        (None, "start more processes"),
+    ],
+)
+@pytest.mark.parametrize("cuda", [False, True])
+def test_a_lack_of_memory_ends_with_what_would_help(
+    phase, helps, cuda, run_main, settings, tmp_path, monkeypatch, capsys
+):
+    def lacking(*_: object) -> None:
+        with Stopwatch()(phase) if phase else nullcontext():
+            if cuda:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 1.00 GiB free.")
+            torch.empty(2**57)
+
+    monkeypatch.setattr("trainer.trainer.Trainer.__init__", lacking)
+    code = run_main("train", *settings["train"])
+    assert code.startswith("error: There is not enough memory ")  # what Python prints last, and exits with 1
+    assert_names(code, phase or "before the first step", "2.00 GiB" if cuda else f"{2**59} bytes", helps)
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_an_engine_that_lacks_memory_says_which_setting_helps(tmp_path):
+    (tmp_path / "log").write_text("RuntimeError: Not enough memory. Please try to increase --mem-fraction-static.")
+    said = str(EngineProcess(1.0, tmp_path / "log").failure("start", "failed"))
+    assert_names(said.splitlines()[-1], "rollout.memory_fraction", "raise it where")
+
+
 def test_devices_that_are_not_there(refusal, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert_names(refusal("device=cuda"), "device=cuda", "device=cpu")
@@ -174,6 +273,8 @@ def test_data_that_cannot_be_used(refusal, tmp_path):
 def test_demonstrations_that_cannot_be_used(refusal, countdown):
     assert_names(refusal("data.response_column=reply", command="sft"), "data.response_column", "reply", "response")
     assert_names(refusal("samples_per_step=65", command="sft"), "samples_per_step=65", "64")
+    without = refusal(f"data.eval={countdown / 'heldout.jsonl'}", command="sft")
+    assert_names(without, "data.eval: data.response_column", "'response'", "prompt, numbers, target")
     assert_names(refusal("actor.max_tokens_per_microbatch=16", command="sft"), "longest demonstration", "raise it")
 
 

@@ -69,6 +69,7 @@ def test_a_run_shows_its_plan_first_and_what_it_measured_after_the_second_step(s
     assert all({name for name in row if name.startswith("memory/")} == names for row in rows[1:])
     assert rows[1]["memory/update_peak_gib"] < rows[2]["memory/update_peak_gib"]
     out = capsys.readouterr().out
+    out = out[out.index("Attention:") :]  # what comes before is the plan of the host
     assert out.index("Memory predicted, GiB of 10.0") < out.index("It fits.") < out.index("Memory of the trainer, GiB")
     assert out.count("Memory of the trainer, GiB") == 1
     assert "Attention: torch, because the device is not a Hopper GPU." in out
@@ -76,7 +77,15 @@ def test_a_run_shows_its_plan_first_and_what_it_measured_after_the_second_step(s
     assert ["update", "0.0", f"{rows[2]['memory/update_peak_gib']:.1f}"] in [line.split() for line in out.splitlines()]
 
 
-def test_on_a_cpu_nothing_is_planned_and_nothing_is_measured(start, capsys):
+def test_on_a_cpu_the_free_memory_of_the_host_is_planned_and_nothing_is_measured(start, monkeypatch, capsys):
+    monkeypatch.setattr("trainer.controller.memory_for_each", lambda: 2**20)
     rows = rows_of(start("train", "run", "steps=2"))
     assert not [name for row in rows for name in row if name.startswith("memory/")]
-    assert "Memory" not in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert (
+        out.index("has 0.0 GiB of memory free for each process") < out.index("Memory predicted") < out.index("step 2/2")
+    )
+    assert "update is predicted to need 0.0 GiB of 0.0 GiB" in out
+    assert "GPU" not in out.partition("Memory predicted")[2].partition("step ")[0]
+    assert "offload" not in out
+    assert "Memory of the trainer" not in out

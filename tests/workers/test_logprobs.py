@@ -5,6 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.workers.collective_probe import head_problem, head_with_loss_inside, plain_head
+from workers.parallel import logprobs
 from workers.parallel.logprobs import Head, head_logprobs, head_loss
 
 
@@ -36,6 +37,14 @@ def assert_agree(result, expected, tolerance=1e-5):
 def test_values_and_gradients_are_those_of_the_full_softmax(way, temperature, chunk):
     given = head_problem()
     assert_agree(way(given, temperature, chunk_size=chunk), full_softmax(given, temperature))
+
+
+@pytest.mark.parametrize("block", [1, 500, 2000])
+@pytest.mark.parametrize("way", WAYS)
+def test_arithmetic_in_blocks_of_rows_changes_nothing(way, block, monkeypatch):
+    monkeypatch.setattr(logprobs, "BLOCK", block)
+    given = head_problem()
+    assert_agree(way(given, 0.7, chunk_size=20), full_softmax(given, 0.7))
 
 
 def test_without_the_entropy_the_log_probabilities_are_the_same():

@@ -291,6 +291,14 @@ def test_what_is_offloaded_is_not_there_while_the_engine_serves():
     assert phases["update"]["reference"] == 0 < phases["ref"]["reference"]
 
 
+def test_on_a_cpu_nothing_is_offloaded_and_the_head_makes_no_copies_of_its_logits():
+    job = on_h200("1.5b", compiled=False, on_cpu=True)
+    assert predict(job.having("actor", offload=["optimizer", "parameters"])) == predict(job)
+    copies = 5 * 4 * 2048 * 151936 - 2 * 151936 * 1536  # what they take beyond the gradient's cast
+    head, on_a_gpu = (predict(other)["update"]["head"] for other in (job, dataclasses.replace(job, on_cpu=False)))
+    assert on_a_gpu - head == copies
+
+
 # what fits
 
 

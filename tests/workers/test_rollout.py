@@ -14,6 +14,8 @@ from workers.rollout import RolloutWorker
 class CountingEngine:
     """Answers a request with its prompt's first token, after as many turns of the loop as that says."""
 
+    tokens_at_work = 0
+
     def __init__(self, concurrent_samples=None):
         self.concurrent_samples = concurrent_samples
         self.in_flight = self.most = self.aborts = 0
@@ -81,6 +83,16 @@ def test_a_sample_is_graded_while_others_are_still_being_sampled(make_worker):
     assert batch["rewards"].tolist() == [90.0, 1.0, 40.0]
     assert batch["rewards/first"].tolist() == [1.0] * 3
     assert seen == [(1, 3, 2), (2, 3, 4), (3, 3, 6)]
+
+
+def test_progress_goes_on_while_no_sample_is_done(make_worker, monkeypatch):
+    monkeypatch.setattr("workers.rollout.TICK", 0.0)
+    seen = []
+    worker = make_worker(progress=lambda *news: seen.append(news))
+    monkeypatch.setattr(CountingEngine, "tokens_at_work", property(lambda engine: 10 * engine.in_flight), raising=False)
+    worker.generate(prompts_of([9], [30]), 1)
+    assert {(0, 2, 20), (1, 2, 12), (2, 2, 4)} <= set(seen)
+    assert [done for done, *_ in seen] == sorted(done for done, *_ in seen)
 
 
 def test_seeds_differ_in_each_sample_round_version_and_evaluation_and_a_resumed_run_has_them_again(make_worker):

@@ -18,11 +18,13 @@ import torch
 
 from examples.countdown import make_model
 from grpo.config import ConfigError
+from tests.workers import test_stop
 from tests.workers.conftest import answers_of, buckets_of
 from tests.workers.engine_probe import PROMPTS as PROBED
 from workers.config import ModelConfig
 from workers.engines.config import RolloutConfig
 from workers.engines.protocol import KV_CACHE, WEIGHTS, EngineFailure, Sampling
+from workers.engines.torch_engine import TorchEngine
 from workers.rollout import make_engine
 
 # Two engines that start at once on two slow cores import for minutes.
@@ -40,6 +42,7 @@ def qwen3_untied(tmp_path_factory):
     folder = tmp_path_factory.mktemp("qwen3") / "model"
     model = make_model("qwen3", tied=False, vocab=117, seed=5, **SIZES)
     model.save_pretrained(folder)
+    test_stop.make_tokenizer("bytes").save_pretrained(folder)
     return model.eval(), folder
 
 
@@ -47,7 +50,8 @@ def qwen3_untied(tmp_path_factory):
 def started(engines, qwen3_untied):
     """The engine, and the environment variables that its start changed."""
     before = dict(os.environ)
-    config = RolloutConfig(engine="sglang", concurrent_samples=16, stall_seconds=30.0, sglang={"page_size": 1})
+    settings = {"engine": "sglang", "concurrent_samples": 16, "stall_seconds": 30.0, "sglang": {"page_size": 1}}
+    config = RolloutConfig(**settings, stop=["</a>"])
     engine = make_engine(ModelConfig(path=str(qwen3_untied[1])), config, engines, seed=0)
     yield engine, {name for name in before | dict(os.environ) if before.get(name) != os.environ.get(name)}
     engine.shutdown()
@@ -105,6 +109,32 @@ def test_logprobs_are_those_of_transformers_at_the_temperature(engine, qwen3_unt
 def test_temperature_0_takes_the_most_likely_token(engine, qwen3_untied):
     for prompt, (answer,) in zip(PROMPTS, answers_of(engine, PROMPTS, 1, sampling(temperature=0)), strict=True):
         assert reference(qwen3_untied[0], prompt, answer.tokens, 1.0).argmax(-1).tolist() == answer.tokens
+
+
+def test_a_stop_string_ends_a_request_where_the_embedded_engine_does(engine, engines, qwen3_untied, monkeypatch):
+    model, folder = qwen3_untied
+    embedded = TorchEngine(ModelConfig(path=str(folder)), torch.device("cpu"))
+    embedded.update_weights(buckets_of(model.named_parameters()))
+    embedded.wake()
+    tokenizer, greedy = embedded.stops.tokenizer, sampling(temperature=0, max_new_tokens=60)
+    free, cut = [row[0] for row in answers_of(engine, PROMPTS, 1, greedy)], 0
+    for number, response in enumerate(free):
+        # Of a text without characters in pieces.
+        string = max(tokenizer.decode(response.tokens[4:40]).split("\ufffd"), key=len)[1:7]
+        strings = dataclasses.replace(greedy, stop_strings=(string, "</a>"))
+        answers = [row[0] for row in answers_of(engine, PROMPTS, 1, strings)]
+        cut += test_stop.assert_cut(tokenizer, free, answers, strings.stop_strings)
+        assert [a.tokens for a in answers] == [row[0].tokens for row in answers_of(embedded, PROMPTS, 1, strings)]
+        # SGLang itself sampled no token more.
+        sampled = engine.run(engine.requests.sample(PROMPTS[number], strings))
+        assert (sampled.tokens, sampled.finish_reason) == (answers[number].tokens, "stop")
+    assert cut >= len(PROMPTS)
+    # And had it, what is beyond would be cut.
+    untold = engine.requests._parameters
+    monkeypatch.setattr(engine.requests, "_parameters", lambda s: untold(dataclasses.replace(s, stop_strings=())))
+    assert [row[0].tokens for row in answers_of(engine, PROMPTS, 1, strings)] == [a.tokens for a in answers]
+    monkeypatch.undo()
+    test_stop.assert_rollout_is_cut(engine, engines, tokenizer)
 
 
 @pytest.mark.parametrize(("top_k", "top_p"), [(3, 1.0), (0, 0.2)])

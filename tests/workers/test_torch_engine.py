@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import weakref
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ import transformers
 
 from tests.workers.conftest import answers_of, buckets_of
 from workers.engines.protocol import Sampling
-from workers.engines.torch_engine import TorchEngine
+from workers.engines.torch_engine import Request, TorchEngine, _Cache, share_of_memory
 
 PROMPTS = [[5, 6, 7], [9], [20, 30, 40, 50, 60, 70, 80], [5, 6], [100, 3, 100, 3]]
 SAMPLING = Sampling(temperature=0.7, top_p=1.0, top_k=0, max_new_tokens=12, stop=(), seed=1)
@@ -238,7 +239,7 @@ def lengths_asked(engine, lengths, memory=None, most_rows=512):
 def test_a_request_joins_as_soon_as_there_is_room_and_none_waits_for_the_longest(engine):
     lengths = [40, 3, 3, 3, 3, 3, 3, 3, 3]
     free, _ = lengths_asked(engine, lengths)
-    for settings in ({"most_rows": 2}, {"memory": 2 * (48 * engine.batch.cell_bytes + 24 * 117) + 1000}):
+    for settings in ({"most_rows": 2}, {"memory": engine.batch.most_bytes(2, 43, PROMPTS[2:3]) + 1000}):
         answers, ends = lengths_asked(engine, lengths, **settings)
         assert [index for index, _ in ends] == [1, 2, 3, 4, 5, 6, 7, 8, 0]
         # Beside the long one, in its 40 tokens, the others come and go; each reads its prompt and makes 2 passes more.
@@ -273,3 +274,50 @@ def test_an_abort_answers_every_request_with_what_it_has(engine):
     assert counts[0] == counts[1] > 0 == counts[2] == counts[3] == counts[4]
     assert [len(answer.logprobs) for answer in aborted] == counts
     assert (after.finish_reason, len(after.tokens)) == ("length", 12)
+
+
+def test_the_cache_stays_within_the_memory_and_answers_are_those_of_plenty(engine, monkeypatch):
+    lengths = [3 + 5 * (index % 7) for index in range(40)]
+    plenty, _ = lengths_asked(engine, lengths)
+    engine.batch.row_bytes, engine.batch.read_bytes = 0, engine.batch.cell_bytes  # nothing but caches
+    room = engine.batch.most_bytes(4, 42, PROMPTS)
+    seen, alive = [], weakref.WeakSet([engine.batch.cache])
+    make, resize = _Cache.__init__, torch.Tensor.new_zeros
+
+    def made(cache, *arguments):
+        make(cache, *arguments)
+        alive.add(cache)
+        seen.append(sum(other.nbytes for other in alive))
+
+    def resized(tensor, *shape):
+        fresh = resize(tensor, *shape)
+        # Beside the caches as they are: the new tensor, and of the old one what is copied.
+        seen.append(sum(cache.nbytes for cache in alive) + fresh.nbytes + min(tensor.nbytes, fresh.nbytes))
+        return fresh
+
+    monkeypatch.setattr(_Cache, "__init__", made)
+    monkeypatch.setattr(torch.Tensor, "new_zeros", resized)
+    answers, _ = lengths_asked(engine, lengths, memory=room)
+    assert answers == plenty
+    assert 0.5 * room < max(seen) <= room
+
+
+def test_requests_wait_in_line_where_reading_their_prompts_would_take_more_than_there_is(engine):
+    engine.batch.waiting.extend(
+        Request([index] * 100, sampling(max_new_tokens=1), asyncio.Future(loop=asyncio.new_event_loop()))
+        for index in range(8)
+    )
+    engine.batch.read_bytes = 10**9
+    engine.batch.memory = 3 * 100 * 10**9 + 10**9  # all of their rows take far less than the rest
+    assert len(engine.batch._choose()) == 3
+
+
+def test_free_memory_counts_and_a_control_group_limits_it(monkeypatch):
+    files = {"/proc/meminfo": "MemTotal: 100 kB\nMemAvailable: 64 kB\n", "/sys/fs/cgroup/memory.max": "max\n"}
+    files |= {"/sys/fs/cgroup/memory.current": "9216\n", "/sys/fs/cgroup/memory.stat": "anon 5\ninactive_file 1024\n"}
+    monkeypatch.setattr("pathlib.Path.read_text", lambda path: files[str(path)])
+    monkeypatch.setattr("pathlib.Path.is_file", lambda path: str(path) in files)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert share_of_memory(torch.device("cpu"), 0.5) == 64 * 1024 // 4
+    files["/sys/fs/cgroup/memory.max"] = "40960\n"
+    assert share_of_memory(torch.device("cpu"), 0.5) == (40960 - 9216 + 1024) // 4

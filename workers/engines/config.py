@@ -32,7 +32,12 @@ class RolloutConfig:
     max_response_tokens: int = option(
         1024, "Longest response; a longer one is cut and marked as truncated.", at_least=1
     )
-    concurrent_samples: int = option(512, "Samples that one engine works on at once.", above=0)
+    concurrent_samples: int | None = option(
+        None, "Samples that one engine works on at once; null: all of a step, as far as its memory holds them.", above=0
+    )
+    stop: list[str] = option(
+        [], "Strings that end a response, which includes the token that completes one: for base models ['</answer>']."
+    )
     memory_fraction: float = option(
         0.5, "Share of the memory for an engine's weights and KV cache.", above=0, at_most=1
     )
@@ -57,6 +62,9 @@ class RolloutConfig:
     def check(self, world: int, local_world: int) -> None:
         """Raise ConfigError for the first value that cannot work with `world` processes, `local_world` a machine."""
         check_values(self, "rollout.")
+        for string in self.stop:
+            if not string or "\ufffd" in string:
+                raise ConfigError(f"rollout.stop holds {string!r}, which is no text to stop at: leave it out.")
         if self.gap_warning > self.gap_error:
             limits = f"rollout.gap_warning={self.gap_warning} must be at most rollout.gap_error={self.gap_error}"
             raise ConfigError(f"{limits}: a run is warned before it ends.")

@@ -22,6 +22,7 @@ class Sampling:
     max_new_tokens: int
     stop: tuple[int, ...]  # ids that end a response; the response includes the one it ended with
     seed: int
+    stop_strings: tuple[str, ...] = ()  # a response also ends with the token that completes one in its text
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Response:
 
     tokens: list[int]
     logprobs: list[float]
-    finish_reason: str  # "stop": with a stop token; "length": max_new_tokens without one; "abort": ended before
+    finish_reason: str  # "stop": by a stop token or string; "length": max_new_tokens without; "abort": ended before
 
 
 @dataclass
@@ -82,6 +83,7 @@ class Engine(Protocol):
     shapes: Mapping[str, torch.Size]  # the weights it needs, under their Hugging Face names
     holds_weights: bool  # False before the first update, after a failed one, and once they were released
     concurrent_samples: int | None  # how many requests it wants at once; None: all there are, which it queues itself
+    tokens_at_work: int  # sampled so far for requests that are not answered yet; 0 where the engine does not tell
     asleep: Collection[str]  # the kinds of memory that it let go of
     freed: int  # bytes of this rank's device that its last sleep gave back
 

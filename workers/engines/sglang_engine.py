@@ -19,10 +19,11 @@ import transformers
 from workers.config import ModelConfig
 from workers.engines.config import RolloutConfig
 from workers.engines.protocol import CUDA_GRAPH, KV_CACHE, WEIGHTS, Bucket, Response, Sampling, T
-from workers.engines.sglang_hooks import LOG
+from workers.engines.sglang_hooks import LOG, TOKENIZER
 from workers.engines.sglang_process import EngineProcess, make_arguments, start_environment
 from workers.engines.sglang_requests import Requests
 from workers.engines.sglang_weights import QUESTIONS, WeightTransport, wait_for_peers
+from workers.engines.stop import StopStrings
 from workers.models import family_of
 from workers.models.hub import compute_dtype, local_folder, read_config
 from workers.parallel.mesh import InferenceLayout
@@ -38,10 +39,12 @@ class SGLangEngine:
     log: receives what SGLang's processes print.
     """
 
+    tokens_at_work = 0
+
     def __init__(
         self, model: ModelConfig, config: RolloutConfig, layout: InferenceLayout, seed: int, log: Path | None = None
     ) -> None:
-        self.layout, self.concurrent_samples = layout, config.concurrent_samples
+        self.stops, self.layout, self.concurrent_samples = StopStrings(model), layout, config.concurrent_samples
         self.dtype = compute_dtype(model, layout.device)
         hf_config = read_config(model)
         with torch.device("meta"):
@@ -61,7 +64,8 @@ class SGLangEngine:
             log = log or Path(tempfile.mkstemp(prefix="sglang-", suffix=".log")[1])
             self.process = EngineProcess(config.stall_seconds, log)
             arguments = make_arguments(config, layout, local_folder(model.path), self.dtype)
-            with start_environment(config, layout, {LOG: str(log)}):
+            stops = {TOKENIZER: model.path} if config.stop else {}
+            with start_environment(config, layout, {LOG: str(log)} | stops):
                 self.process.start(arguments | {"random_seed": seed, "custom_weight_loader": list(QUESTIONS.values())})
             deterministic = bool(config.sglang.get("enable_deterministic_inference"))
             self.requests = Requests(self.process.engine, deterministic)
@@ -135,7 +139,9 @@ class SGLangEngine:
         return self.process.run(work, self.requests.asked)
 
     async def sample(self, tokens: Sequence[int], sampling: Sampling) -> Response:
-        return await self.requests.sample(tokens, sampling)
+        response = await self.requests.sample(tokens, sampling)
+        # Whatever SGLang did, it ends where the embedded engine's does.
+        return self.stops.cut(response, sampling.stop_strings) if sampling.stop_strings else response
 
     def abort(self) -> None:
         self.requests.abort()

@@ -15,6 +15,9 @@ from tqdm import tqdm
 LOG = "GRPO_ENGINE_LOG"
 """The environment variable that names the file for what SGLang's processes print."""
 
+TOKENIZER, STOP_STRINGS = "GRPO_ENGINE_TOKENIZER", "stop_strings"
+"""The environment variable that names a model for its tokenizer, and the key of stop strings in `custom_params`."""
+
 ANSWER_BYTES = 2**20
 
 
@@ -28,7 +31,36 @@ def run_scheduler(*args: Any, **kwargs: Any) -> None:
     tqdm.set_lock(threading.RLock())
     from sglang.srt.managers.scheduler import run_scheduler_process
 
+    if TOKENIZER in os.environ:
+        end_at_stop_strings(os.environ[TOKENIZER])
     run_scheduler_process(*args, **kwargs)
+
+
+def end_at_stop_strings(model: str) -> None:
+    """Have SGLang end a request with the token that completes one of its stop strings.
+
+    SGLang's own need its tokenizer and decode the end of every request at every token; ours are searched where SGLang
+    decides, token by token, whether a request is over, so that nothing is sampled beyond.
+    """
+    from sglang.srt.managers.schedule_batch import FINISH_MATCHED_STR, Req
+
+    from workers.config import ModelConfig
+    from workers.engines.stop import StopSearch, StopStrings
+
+    stops, update = StopStrings(ModelConfig(path=model)), Req.update_finish_state
+
+    def update_finish_state(request: Any, *args: Any, **kwargs: Any) -> None:
+        update(request, *args, **kwargs)
+        strings = (request.sampling_params.custom_params or {}).get(STOP_STRINGS)
+        if not strings or request.finished():
+            return
+        if not hasattr(request, "stop_search"):
+            request.stop_search = StopSearch(stops, tuple(strings))
+        end = request.stop_search.end(request.output_ids)
+        if end is not None:
+            request.finished_reason, request.finished_len = FINISH_MATCHED_STR(matched=strings[0]), end
+
+    Req.update_finish_state = update_finish_state
 
 
 def tell_names(model: torch.nn.Module, named_tensors: list[tuple[str, torch.Tensor]]) -> None:

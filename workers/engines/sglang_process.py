@@ -142,6 +142,9 @@ class EngineProcess:
             self.dead = True
             self.kill()
         last = "\n".join(f"  | {line}" for line in words) or "  | (none)"
+        if any(sign in f"{how}\n{last}".lower() for sign in ("out of memory", "not enough memory", "mem-fraction")):
+            last += "\nrollout.memory_fraction is its share of a GPU: lower it where the GPU is out of memory, "
+            last += "raise it where SGLang says that this share is not enough."
         return EngineFailure(f"SGLang's {what} {how}. Its last words ({self.log}):\n{last}")
 
     def kill(self) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from workers.engines.protocol import Response, Sampling
+from workers.engines.sglang_hooks import STOP_STRINGS
 from workers.engines.sglang_process import SGLangError
 
 REPORT_TOKENS = 256
@@ -87,6 +88,8 @@ class Requests:
             "ignore_eos": not sampling.stop,
             "stream_interval": REPORT_TOKENS,
         }
+        if sampling.stop_strings:
+            parameters["custom_params"] = {STOP_STRINGS: list(sampling.stop_strings)}
         return parameters | ({"sampling_seed": sampling.seed} if self.deterministic else {})
 
 

@@ -6,7 +6,6 @@ of one that left or in a new one.
 """
 
 import asyncio
-import os
 import random
 from collections import deque
 from collections.abc import Collection, Coroutine, Iterable, Sequence
@@ -22,7 +21,9 @@ from transformers import AttentionInterface
 
 from workers.config import ModelConfig
 from workers.engines.protocol import Bucket, Response, Sampling, T, checked
+from workers.engines.stop import StopSearch, StopStrings
 from workers.models.hub import compute_dtype, read_config
+from workers.parallel.mesh import memory_for_each
 
 # All but cuDNN, which plans anew for every length: tens of milliseconds a token.
 _KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -32,11 +33,10 @@ _IDLE = Sampling(temperature=0.0, top_p=1.0, top_k=0, max_new_tokens=1, stop=(),
 
 
 def share_of_memory(device: torch.device, fraction: float) -> int:
-    """Bytes of the device's memory, or of the host's, that one process's engine may fill."""
+    """Bytes of the device's memory, or of what the host has free, that one process's engine may fill."""
     if device.type == "cuda":
         return int(fraction * torch.cuda.get_device_properties(device).total_memory)
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return int(fraction * total / int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    return int(fraction * memory_for_each())
 
 
 class TorchEngine:
@@ -61,6 +61,7 @@ class TorchEngine:
         self.batch = ContinuousBatch(self.model, most_rows, memory - weights)
         self.asleep, self.freed = (), 0
         self.serving = self.holds_weights = False
+        self.stops = StopStrings(model)
 
     def sleep(self, release: Collection[str]) -> None:
         self.serving = False
@@ -111,10 +112,15 @@ class TorchEngine:
             self.batch.abort()
 
     async def sample(self, tokens: Sequence[int], sampling: Sampling) -> Response:
-        request = Request(list(tokens), sampling, asyncio.get_running_loop().create_future())
+        search = StopSearch(self.stops, sampling.stop_strings) if sampling.stop_strings else None
+        request = Request(list(tokens), sampling, asyncio.get_running_loop().create_future(), search)
         self.batch.waiting.append(request)
         self.news.set()
         return await request.answer
+
+    @property
+    def tokens_at_work(self) -> int:
+        return sum(len(request.tokens) for request in self.batch.rows if request is not None)
 
     def abort(self) -> None:
         self.batch.abort()
@@ -127,6 +133,7 @@ class Request:
     prompt: list[int]
     sampling: Sampling
     answer: asyncio.Future
+    search: StopSearch | None = None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
 
@@ -144,16 +151,24 @@ class Request:
 
 
 class _Cache:
-    """Keys and values of every layer, [rows, KV heads, cells, head size] each."""
+    """Keys and values of every layer, [rows, KV heads, cells, head size] each.
+
+    Layers are tensors of their own and change size one by one, so that there are never two whole caches.
+    """
 
     def __init__(self, model: transformers.PreTrainedModel, rows: int, cells: int) -> None:
         config = model.config
         heads = config.num_key_value_heads
         width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.group = config.num_attention_heads // heads  # query heads of one key head
-        shape = (config.num_hidden_layers, rows, heads, cells, width)
-        self.keys, self.values = (torch.zeros(shape, dtype=model.dtype, device=model.device) for _ in range(2))
+        like = {"dtype": model.dtype, "device": model.device}
+        layers, shape = range(config.num_hidden_layers), (rows, heads, cells, width)
+        self.keys, self.values = ([torch.zeros(shape, **like) for _ in layers] for _ in range(2))
         self.rows, self.cells = rows, cells
+
+    @property
+    def nbytes(self) -> int:
+        return sum(layer.nbytes for layer in (*self.keys, *self.values))
 
     def begin(self, positions_RQ: Tensor) -> None:
         """Prepare for new tokens at `positions_RQ`, the same number in every row."""
@@ -172,8 +187,17 @@ class _Cache:
     def take(self, other: "_Cache", rows: Sequence[int], into: Sequence[int]) -> None:
         """Copy `rows` of another cache, which may repeat, to the rows `into` of this one."""
         cells = min(self.cells, other.cells)
-        for ours, theirs in ((self.keys, other.keys), (self.values, other.values)):
-            ours[:, list(into), :, :cells] = theirs[:, list(rows), :, :cells]
+        for ours, theirs in zip((*self.keys, *self.values), (*other.keys, *other.values), strict=True):
+            ours[list(into), :, :cells] = theirs[list(rows), :, :cells]
+
+    def resize(self, kept: Sequence[int], rows: int, cells: int) -> None:
+        """Keep the rows `kept` as the first of `rows`, of `cells` tokens each."""
+        both = min(cells, self.cells)
+        for layers in (self.keys, self.values):
+            for i, before in enumerate(layers):
+                layers[i] = before.new_zeros(rows, before.shape[1], cells, before.shape[3])
+                layers[i][: len(kept), :, :both] = before[list(kept), :, :both]
+        self.rows, self.cells = rows, cells
 
 
 def _cached_attention(module, query, key, value, attention_mask, *, scaling, cache, **_):
@@ -198,7 +222,10 @@ class ContinuousBatch:
         self.passes = 0  # forward passes so far
         self.cache = _Cache(model, 0, 0)
         one_cell = _Cache(model, 1, 1)
-        self.cell_bytes = one_cell.keys.nbytes + one_cell.values.nbytes
+        self.cell_bytes, config = one_cell.nbytes, model.config
+        # Of a prompt's token, what a layer makes of it; a float32 row of logits, and what drawing from it makes of it.
+        self.read_bytes = self.cell_bytes + 4 * (config.hidden_size + config.intermediate_size) * model.dtype.itemsize
+        self.row_bytes = 6 * 4 * config.vocab_size
 
     def __len__(self) -> int:
         return len(self.waiting) + sum(row is not None for row in self.rows)
@@ -233,16 +260,22 @@ class ContinuousBatch:
     def _choose(self) -> list[Request]:
         """The requests that have waited longest, as many as there is room for; one at least where none is at work."""
         joining: list[Request] = []
+        prompts: set[tuple[int, ...]] = set()
         at_work, cells = sum(row is not None for row in self.rows), self.cache.cells
         while self.waiting and at_work + len(joining) < self.most_rows:
             cells = max(cells, self.waiting[0].longest)
             rows = max(len(self.rows), at_work + len(joining) + 1)
-            # A float32 row of logits, and what drawing from it makes of it.
-            taken = rows * (cells * self.cell_bytes + 6 * 4 * self.model.config.vocab_size)
-            if taken > self.memory and at_work + len(joining):
+            prompts.add(tuple(self.waiting[0].prompt))
+            if self.most_bytes(rows, cells, prompts) > self.memory and at_work + len(joining):
                 break
             joining.append(self.waiting.popleft())
         return joining
+
+    def most_bytes(self, rows: int, cells: int, prompts: Collection[Sequence[int]]) -> int:
+        """What it takes, at most, to read `prompts`, to give their requests some of `rows` of `cells`, and to draw."""
+        cache, read = rows * cells * self.cell_bytes, len(prompts) * max(map(len, prompts), default=0)
+        # While the keys or values of a layer change size, they are there up to three times.
+        return cache + cache // self.model.config.num_hidden_layers + rows * self.row_bytes + read * self.read_bytes
 
     def _admit(self, joining: list[Request]) -> None:
         """Read the prompts of `joining`, each different one once, and give every request a row."""
@@ -268,13 +301,12 @@ class ContinuousBatch:
 
     def _resize(self, kept: list[int], rows: int, cells: int) -> None:
         """Keep the rows `kept`, and make room for `rows` in all of `cells` tokens each."""
-        before, hidden_RH = self.cache, self.hidden_RH
-        self.cache = _Cache(self.model, rows, cells)
+        hidden_RH = self.hidden_RH
+        self.cache.resize(kept, rows, cells)
         self.hidden_RH = torch.zeros(
             rows, self.model.config.hidden_size, dtype=self.model.dtype, device=self.model.device
         )
         if kept:
-            self.cache.take(before, kept, range(len(kept)))
             self.hidden_RH[: len(kept)] = hidden_RH[kept]
         self.rows = [self.rows[row] for row in kept] + [None] * (rows - len(kept))
 
@@ -288,8 +320,11 @@ class ContinuousBatch:
                 continue
             request.tokens.append(token)
             request.logprobs.append(logprob)
-            if token in request.sampling.stop or len(request.tokens) == request.sampling.max_new_tokens:
-                request.end("stop" if token in request.sampling.stop else "length")
+            stopped = token in request.sampling.stop
+            if request.search is not None:
+                stopped = request.search.end(request.tokens) is not None or stopped
+            if stopped or len(request.tokens) == request.sampling.max_new_tokens:
+                request.end("stop" if stopped else "length")
             if request.answer.done():
                 self.rows[row] = None
 

@@ -1,24 +1,28 @@
 """What is read of a model from a Hugging Face folder or the hub: its config, its tokenizer, where its weights lie."""
 
+import json
 from contextlib import suppress
 from pathlib import Path
 
+import httpx
 import torch
 import transformers
-from huggingface_hub import snapshot_download
+from huggingface_hub import HfApi, constants, snapshot_download, try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
+from safetensors import SafetensorError, safe_open
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
 from grpo.config import ConfigError
+from grpo.sources import HUB_SECONDS, reason
 from workers.config import ModelConfig
 from workers.models import family_of
 
 
 def compute_dtype(config: ModelConfig, device: torch.device) -> torch.dtype:
-    """The type of the forward and backward pass; raises ConfigError for a name that is not one."""
-    if config.dtype not in ("auto", "bfloat16", "float32"):
-        raise ConfigError(f"model.dtype={config.dtype!r} is not a choice: use auto, bfloat16 or float32.")
-    half = config.dtype == "bfloat16" or (config.dtype == "auto" and device.type == "cuda")
-    return torch.bfloat16 if half else torch.float32
+    """The type of the forward and backward pass: `prove` sets float64 too."""
+    if config.dtype == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return getattr(torch, config.dtype)
 
 
 def read_config(config: ModelConfig) -> transformers.PretrainedConfig:
@@ -26,22 +30,42 @@ def read_config(config: ModelConfig) -> transformers.PretrainedConfig:
     if not config.path:
         raise ConfigError("No model was named: set model.path to a Hugging Face folder or hub name.")
     looks_local = config.path.startswith((".", "/", "~")) or config.path.count("/") > 1
+    refuse_other_formats(config.path)
     if looks_local and not Path(config.path).is_dir():
         raise ConfigError(f"model.path={config.path} is not a folder: check the path, or use a hub name.")
+    expect_hub(config.path)
     try:
         hf_config = transformers.AutoConfig.from_pretrained(config.path)
     except (OSError, ValueError) as error:
         found = f"no config that transformers can read, as a folder or on the hub ({str(error).splitlines()[0]})"
         raise ConfigError(f"model.path={config.path} has {found}.") from error
     family_of(hf_config)
+    if method := (getattr(hf_config, "quantization_config", None) or {}).get("quant_method"):
+        way_out = "use the folder that it was made from, with weights in bfloat16 or float32"
+        raise ConfigError(f"model.path={config.path} is quantized ({method}) and cannot be trained: {way_out}.")
     if "sliding_attention" in (getattr(hf_config, "layer_types", None) or ()):
         way_out = "set use_sliding_window to false in its config.json or use another model"
         raise ConfigError(f"model.path={config.path} uses sliding-window attention, which is not supported: {way_out}.")
     return hf_config
 
 
+def expect_hub(path: str) -> None:
+    """Raise ConfigError where `path` is on the hub alone, which does not answer; transformers asks for minutes."""
+    if Path(path).is_dir() or constants.HF_HUB_OFFLINE:
+        return
+    with suppress(HFValidationError, httpx.HTTPStatusError):  # of which transformers says what is wrong
+        if try_to_load_from_cache(path, "config.json") is not None:
+            return
+        try:
+            HfApi().model_info(path, timeout=HUB_SECONDS)
+        except httpx.TransportError as error:
+            wrong = f"is no folder here and the Hugging Face hub cannot be reached ({reason(error)})"
+            raise ConfigError(f"model.path={path} {wrong}; give the path of a local folder.") from error
+
+
 def read_tokenizer(config: ModelConfig) -> transformers.PreTrainedTokenizerBase:
     """The tokenizer beside the model; raises ConfigError where there is none or it has no end-of-sequence token."""
+    expect_hub(config.path)
     try:
         # For some model types AutoTokenizer prefers a class of its own, which splits text in its own way, to the one
         # that was saved. A folder whose tokenizer_config.json names the general class gets just its tokenizer.json.
@@ -63,12 +87,71 @@ def read_tokenizer(config: ModelConfig) -> transformers.PreTrainedTokenizerBase:
     return tokenizer
 
 
+def refuse_other_formats(name: str) -> None:
+    """Raise ConfigError, which says how to convert it, for a model that is there but not as safetensors."""
+    path, fault = Path(name), f"model.path={name}"
+    pair = "from transformers import AutoModelForCausalLM as M, AutoTokenizer as T"
+    save = "(x.from_pretrained({}).save_pretrained('OUT') for x in (M, T))"
+    gguf = [path] if path.is_file() and path.suffix == ".gguf" else sorted(path.glob("*.gguf"))
+    if path.is_file() and not gguf:
+        raise ConfigError(f"{fault} is a file: give the folder that it is in, with its config.json and tokenizer.")
+    if not path.exists() or any(path.glob("model*.safetensors")):
+        return
+    if gguf:
+        what = f"'{gguf[0].parent}', gguf_file='{gguf[0].name}'"
+        line = f'python -c "{pair}; any{save.format(what)}"'
+        raise ConfigError(f"{fault} is a GGUF, which is not read: pip install gguf, convert it by {line}, and use OUT.")
+    if (path / "adapter_config.json").is_file():
+        base = json.loads((path / "adapter_config.json").read_text()).get("base_model_name_or_path")
+        line = "from peft import AutoPeftModelForCausalLM as M; M.from_pretrained('{}').merge_and_unload()"
+        line = f"python -c \"{line.format(path)}.save_pretrained('OUT')\", copy the tokenizer there, and use OUT"
+        raise ConfigError(f"{fault} holds an adapter of {base}, not a model: merge them by {line}.")
+    if any(path.glob("pytorch_model*.bin")):
+        line = f'python -c "{pair}; any{save.format(repr(str(path)))}"'
+        raise ConfigError(f"{fault} has pytorch_model.bin but no *.safetensors: convert it by {line}, and use OUT.")
+    if (path / "checkpoints").is_dir() or (path / "progress.json").is_file():
+        raise ConfigError(f"{fault} is of a run: write its policy with python -m trainer export RUN OUT, and use OUT.")
+
+
 def local_folder(path: str) -> str:
     """The folder with the safetensors of a folder or hub name, downloaded if need be; ConfigError if there are none."""
-    folder = path if Path(path).is_dir() else snapshot_download(path, allow_patterns=["*.safetensors", "*.json"])
+    try:
+        folder = path if Path(path).is_dir() else snapshot_download(path, allow_patterns=["*.safetensors", "*.json"])
+    except OSError as error:
+        raise ConfigError(f"model.path={path} could not be downloaded: {str(error).splitlines()[0]}.") from error
     if not any(Path(folder).glob("*.safetensors")):
         raise ConfigError(f"model.path={path} has no *.safetensors: save it with save_pretrained of transformers 5.")
     return folder
+
+
+def check_weights(config: ModelConfig) -> None:
+    """Raise ConfigError where a file of the weights is missing or damaged, or they are not those of config.json.
+
+    Reads the headers of the files alone, which tell where each weight begins and ends.
+    """
+    folder, hf_config, found = Path(local_folder(config.path)), read_config(config), {}
+    again = "copy or download the folder again, as a whole"
+    if (index := folder / "model.safetensors.index.json").is_file():
+        for name in sorted(set(json.loads(index.read_text())["weight_map"].values())):
+            if not (folder / name).is_file():
+                raise ConfigError(f"{folder} lacks {name}, which {index.name} lists: {again}.")
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(file, "pt") as weights:
+                found |= {name: tuple(weights.get_slice(name).get_shape()) for name in weights.keys()}  # noqa: SIM118
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(f"{file} is damaged or cut off ({error}): {again}.") from error
+    family = family_of(hf_config)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(hf_config)
+    wanted = {family.file_name(name): tuple(weight.shape) for name, weight in model.named_parameters()}
+    if missing := [name for name in wanted if name not in found]:
+        fault = f"has no weight {missing[0]}" + f" ({len(missing)} of {len(wanted)} are missing)"
+        raise ConfigError(f"model.path={config.path} {fault}: save it with AutoModelForCausalLM's save_pretrained.")
+    for name, shape in wanted.items():
+        if found[name] != shape:
+            fault = f"has the shape {found[name]}, and by config.json {shape}"
+            raise ConfigError(f"model.path={config.path}: {name} {fault}; use the config.json that belongs to it.")
 
 
 def stop_tokens(config: ModelConfig) -> tuple[int, ...]:

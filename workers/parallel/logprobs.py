@@ -49,6 +49,10 @@ def head_loss(hidden_NH: Tensor, head: Head, loss: Loss) -> Tensor:
     return _HeadLoss.apply(hidden_NH, head.weight, head, loss)
 
 
+BLOCK = 2**18
+"""Logits that eager arithmetic works on at a time on a CPU."""
+
+
 class _HeadLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden_NH, weight_VH, head, with_entropy):
@@ -86,7 +90,8 @@ class _HeadLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, upstream):
-        return *(None if grad is None else grad * upstream.to(grad.dtype) for grad in ctx.saved_tensors), None, None
+        # In place: a second tensor of the weight's size costs more than its arithmetic.
+        return *(None if grad is None else grad.mul_(upstream) for grad in ctx.saved_tensors), None, None
 
 
 class _Chunks:
@@ -130,12 +135,15 @@ class _Chunks:
         if self.grad_hidden is None:
             self.grad_hidden = torch.empty_like(self.hidden)
             if self.weight.requires_grad:
-                self.grad_weight = torch.zeros_like(self.weight, dtype=torch.float32)
+                wide = torch.promote_types(self.weight.dtype, torch.float32)
+                self.grad_weight = torch.zeros_like(self.weight, dtype=wide)
         self.logits_to_grads(logits, self.local_targets[chunk], per_token_4n, 1 / self.head.temperature, self.entropy)
         torch.mm(logits, self.weight, out=self.grad_hidden[chunk])
         if self.grad_weight is None:
             return  # frozen
-        if logits.is_cuda and logits.dtype != torch.float32:
+        if logits.dtype == self.grad_weight.dtype:
+            self.grad_weight.addmm_(logits.T, self.hidden[chunk])
+        elif logits.is_cuda:
             torch.addmm(self.grad_weight, logits.T, self.hidden[chunk], out_dtype=torch.float32, out=self.grad_weight)
         else:
             self.grad_weight += logits.T @ self.hidden[chunk]
@@ -147,11 +155,26 @@ class _Chunks:
         return self.grad_hidden, self.grad_weight.to(self.weight.dtype) if self.weight.requires_grad else None
 
 
+def _blocks(logits_NV: Tensor) -> Iterator[slice]:
+    """All rows at once, but on a CPU a few at a time: what is made of them then stays in its caches.
+
+    Larger tensors cost it more than their arithmetic, as the system hands out and clears their memory anew each time.
+    """
+    rows, columns = logits_NV.shape
+    each = max(rows if logits_NV.is_cuda else BLOCK // columns, 1)
+    return (slice(start, start + each) for start in range(0, max(rows, 1), each))
+
+
 def _softmax_sums(logits_NV: Tensor, local_N: Tensor, scale: float, entropy: bool) -> Tensor:
     """[4, N] float32 over this rank's logits times `scale`, given the row of each target or -1 (another rank's).
 
     The highest, max; sum of exp(logit - max); that weighted by logits (0 without `entropy`); the target's (or 0).
     """
+    blocks = _blocks(logits_NV)
+    return torch.cat([_block_sums(logits_NV[rows], local_N[rows], scale, entropy) for rows in blocks], dim=1)
+
+
+def _block_sums(logits_NV: Tensor, local_N: Tensor, scale: float, entropy: bool) -> Tensor:
     logits = logits_NV.float() * scale
     highest = logits.amax(-1)
     exps = (logits - highest[:, None]).exp()
@@ -162,6 +185,11 @@ def _softmax_sums(logits_NV: Tensor, local_N: Tensor, scale: float, entropy: boo
 
 def _logits_to_grads(logits_NV: Tensor, local_N: Tensor, per_token_4N: Tensor, scale: float, entropy: bool) -> None:
     """Overwrite the logits with their gradients, from lse, entropy and the gradients to log-probability and entropy."""
+    for rows in _blocks(logits_NV):
+        _block_to_grads(logits_NV[rows], local_N[rows], per_token_4N[:, rows], scale, entropy)
+
+
+def _block_to_grads(logits_NV: Tensor, local_N: Tensor, per_token_4N: Tensor, scale: float, entropy: bool) -> None:
     lse, entropies, grad_logprobs, grad_entropy = per_token_4N[:, :, None]
     logp = logits_NV.float() * scale - lse
     # d logprob = onehot - p;  d entropy = -p (log p + entropy)

@@ -4,6 +4,7 @@ import os
 import time
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -48,6 +49,40 @@ def is_controller() -> bool:
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A CPU tensor on `device`, in its turn: copied from memory that is not pinned, the host waits for that turn."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+MANY = 2_000_000
+"""Operations of a token's forward pass from which on more threads than one gain on a CPU (docs/performance.md)."""
+
+
+def take_threads(operations: int) -> str:
+    """Let torch use this process's share of the cores for a model of so many `operations` a token, or one thread.
+
+    OMP_NUM_THREADS decides instead where it is set, as torchrun does for several processes; returns what to say then,
+    where that leaves cores idle.
+    """
+    each = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    wanted = max(1, each) if operations >= MANY else 1
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(wanted)
+        return ""
+    if "TORCHELASTIC_RUN_ID" not in os.environ or torch.get_num_threads() >= wanted:
+        return ""
+    return f"Each process has {torch.get_num_threads()} thread(s): OMP_NUM_THREADS={wanted} would use all cores."
+
+
+def memory_for_each() -> int:
+    """Bytes for each process of this machine: of the host's memory what nothing uses yet, and no control group forbids.
+
+    Of control groups version 2 counts.
+    """
+    kib = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())["MemAvailable"]
+    free, group = int(kib.split()[0]) * 1024, Path("/sys/fs/cgroup")
+    if (group / "memory.max").is_file() and (limit := (group / "memory.max").read_text().strip()) != "max":
+        # Pages of files count as used, but are given up where memory is wanted.
+        kept = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())["inactive_file"]
+        free = min(free, int(limit) - int((group / "memory.current").read_text()) + int(kept))
+    return free // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
 def join(device: torch.device, timeout_seconds: float) -> None:

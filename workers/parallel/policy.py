@@ -108,7 +108,8 @@ def load_policy(
     flash4 = not why_not_flash4(config, hf_config, layout.device)
     adapts = lora is not None and lora.rank > 0
     # Frozen weights are only ever read in the compute type: float32 would be memory for digits that nothing sees.
-    dtype = torch.float32 if trains and not adapts else compute
+    wide = torch.promote_types(torch.float32, compute)
+    dtype = wide if trains and not adapts else compute
     with torch.device("meta"):
         causal_lm = transformers.AutoModelForCausalLM.from_config(hf_config, dtype=dtype)
         if adapts:
@@ -116,7 +117,7 @@ def load_policy(
     policy = Policy(causal_lm, layout, compiled)
     if layout.tp_size > 1:
         parallelize(causal_lm, layout.tp_mesh, family.cuts)
-    precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
+    precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=wide)
     for index, layer in enumerate(causal_lm.model.layers):
         layer.self_attn.__class__ = packed_class(type(layer.self_attn), family.attention, flash4)
         # The forward methods alone: FSDP's hooks stay outside.

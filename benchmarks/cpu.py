@@ -1,0 +1,106 @@
+"""A real model on a CPU against transformers' own: the embedded engine, and the actor's forward and backward pass.
+
+    python -m benchmarks.cpu MODEL_FOLDER
+    OMP_NUM_THREADS=1 python -m benchmarks.cpu MODEL_FOLDER rounds=7
+
+In turns with transformers: the engine samples `samples` responses of `tokens` tokens to prompts of `prompt` tokens, as
+`generate` does; the actor learns from `samples` rows of `tokens` tokens, all but the first, as the model's own loss
+does, without the optimizer's step. Nothing is padded on either side. Settings, as key=value: samples, prompt, tokens,
+rounds.
+"""
+
+import asyncio
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import transformers
+from torch import Tensor
+
+from grpo.algorithm import AlgorithmConfig
+from grpo.config import load, option
+from workers.actor import ActorWorker
+from workers.config import ActorConfig, ModelConfig
+from workers.engines.protocol import Response, Sampling
+from workers.engines.torch_engine import TorchEngine
+from workers.microbatch import MicroBatch
+from workers.parallel.mesh import join, leave, make_training_layout
+
+
+@dataclass
+class Settings:
+    samples: int = option(16, "")
+    prompt: int = option(32, "")
+    tokens: int = option(128, "")
+    rounds: int = option(5, "")
+
+
+def in_turns(ours: Callable[[], None], theirs: Callable[[], None], tokens: int, rounds: int, name: str) -> None:
+    """Print the tokens a second of both, medians of `rounds` after one that is not measured, and their ratio."""
+    seconds: list[list[float]] = [[], []]
+    for _ in range(rounds + 1):
+        for work, taken in zip((ours, theirs), seconds, strict=True):
+            begun = time.perf_counter()
+            work()
+            taken.append(time.perf_counter() - begun)
+    mine, other = (statistics.median(taken[1:]) for taken in seconds)
+    ranges = (f"{tokens / max(taken[1:]):,.1f} to {tokens / min(taken[1:]):,.1f}" for taken in seconds)
+    print(f"{name}: {tokens / mine:,.1f} tokens/s ({next(ranges)}), ", end="")
+    print(f"transformers' own {tokens / other:,.1f} ({next(ranges)}): {other / mine:.2f} times as many")
+
+
+def main() -> None:
+    path, *overrides = sys.argv[1:]
+    settings, device, model = load(Settings, None, overrides), torch.device("cpu"), ModelConfig(path=path)
+    join(device, 300.0)
+    print(f"{torch.get_num_threads()} thread(s)")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    random, vocabulary = torch.Generator().manual_seed(0), theirs.config.vocab_size
+    prompts = torch.randint(2, vocabulary, (settings.samples, settings.prompt), generator=random)
+    engine = TorchEngine(model, device)
+    for name, weight in theirs.named_parameters():
+        engine.weights[name].data.copy_(weight.data)
+    engine.wake()
+
+    def sample() -> None:
+        async def ask(row: int) -> Response:
+            return await engine.sample(prompts[row].tolist(), Sampling(1.0, 1.0, 0, settings.tokens, (), seed=row))
+
+        async def ask_all() -> list[Response]:
+            return await asyncio.gather(*map(ask, range(settings.samples)))
+
+        assert all(len(answer.tokens) == settings.tokens for answer in engine.run(ask_all()))
+
+    def generate() -> None:
+        length = {"min_new_tokens": settings.tokens, "max_new_tokens": settings.tokens}
+        choices = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "pad_token_id": 0}
+        theirs.generate(prompts, attention_mask=torch.ones_like(prompts), **choices, **length)
+
+    tokens = settings.samples * settings.tokens
+    in_turns(sample, generate, tokens, settings.rounds, "engine")
+    actor = ActorWorker(model, ActorConfig(), AlgorithmConfig(), make_training_layout(device), 1.0, 10)
+    rows = torch.randint(2, vocabulary, (settings.samples, settings.tokens), generator=random)
+    learned = (torch.arange(settings.tokens) > 0).repeat(settings.samples)
+    fields, lengths = {"tokens": rows.flatten(), "response_mask": learned}, [settings.tokens] * settings.samples
+
+    def negative(logprobs: Tensor, entropy: Tensor, chunk: slice) -> Tensor:
+        return -logprobs.sum()
+
+    def learn() -> None:
+        micro = MicroBatch.of(fields, lengths, device, list(range(settings.samples)))
+        actor.policy(micro, 1.0, loss=negative).backward()
+        actor.optimizer.zero_grad()
+
+    def learn_with_transformers() -> None:
+        theirs(rows, labels=rows, use_cache=False).loss.backward()
+        theirs.zero_grad()
+
+    in_turns(learn, learn_with_transformers, tokens, settings.rounds, "actor")
+    leave()
+
+
+if __name__ == "__main__":
+    main()
