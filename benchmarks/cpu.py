@@ -39,17 +39,21 @@ class Settings:
 
 
 def in_turns(ours: Callable[[], None], theirs: Callable[[], None], tokens: int, rounds: int, name: str) -> None:
-    """Print the tokens a second of both, medians of `rounds` after one that is not measured, and their ratio."""
-    seconds: list[list[float]] = [[], []]
+    """Print the tokens a second of both, medians of `rounds` after one that is not measured, and how they compare.
+
+    Also by the processor's seconds, which other programs on the machine change less.
+    """
+    taken: list[list[tuple[float, float]]] = [[], []]
     for _ in range(rounds + 1):
-        for work, taken in zip((ours, theirs), seconds, strict=True):
-            begun = time.perf_counter()
+        for work, seconds in zip((ours, theirs), taken, strict=True):
+            begun, busy = time.perf_counter(), time.process_time()
             work()
-            taken.append(time.perf_counter() - begun)
-    mine, other = (statistics.median(taken[1:]) for taken in seconds)
-    ranges = (f"{tokens / max(taken[1:]):,.1f} to {tokens / min(taken[1:]):,.1f}" for taken in seconds)
-    print(f"{name}: {tokens / mine:,.1f} tokens/s ({next(ranges)}), ", end="")
-    print(f"transformers' own {tokens / other:,.1f} ({next(ranges)}): {other / mine:.2f} times as many")
+            seconds.append((time.perf_counter() - begun, time.process_time() - busy))
+    of_ours, of_theirs = ([statistics.median(column) for column in zip(*seconds[1:], strict=True)] for seconds in taken)
+    (mine, my_busy), (other, other_busy) = of_ours, of_theirs
+    for who, seconds in (("ours", mine), ("transformers'", other)):
+        print(f"{name}, {who}: {tokens / seconds:,.1f} tokens/s")
+    print(f"{name}: {other / mine:.2f} times as many tokens a second, {other_busy / my_busy:.2f} a processor's second")
 
 
 def main() -> None:

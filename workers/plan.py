@@ -25,6 +25,7 @@ from workers.rollout import RolloutConfig
 from workers.sharding import BUCKET_BYTES
 
 OUTSIDE = "SGLang"  # takes memory in processes of its own
+HOST_MARGIN = 0.2  # MARGIN of a host, where what is resident was a fifth more than predicted (docs/memory.md)
 MASTER, ADAM = 4, 8  # bytes of each parameter
 STEP = 1024  # tokens
 
@@ -92,6 +93,11 @@ class Job:
         """Bytes of the keys and values of the longest sample, over all ranks of its engine."""
         heads = self.family.kv_heads * self.family.head_dim
         return self.longest * 2 * self.family.layers * heads * self.compute.itemsize
+
+    @property
+    def room(self) -> float:
+        """Bytes of the device that may be filled."""
+        return self.total * (1 - (HOST_MARGIN if self.on_cpu else MARGIN))
 
     @property
     def copies_logits(self) -> bool:
@@ -237,7 +243,7 @@ def advice(job: Job, weights: Weights) -> list[str]:
     if not job.on_cpu:  # more processes share the same host
         ways["twice as many GPUs"] = replace(job, dp_shard=2 * job.dp_shard, samples=ceil(job.samples / 2))
     sizes = {way: _sizes(other, weights if other.dp_shard == job.dp_shard else None) for way, other in ways.items()}
-    limit, sentences = job.total * (1 - MARGIN), []
+    limit, sentences = job.room, []
     for name, size in too_large.items():
         enough = [way for way in ways if sizes[way][name] <= limit]
         less = [way for way in ways if sizes[way][name] < size]
@@ -253,7 +259,7 @@ def _sizes(job: Job, weights: Weights | None) -> dict[str, int]:
 
 def _too_large(job: Job, weights: Weights, phases: Collection[str] = ("rest", *PHASES)) -> dict[str, int]:
     """The bytes of those of `phases` that do not leave MARGIN of the device."""
-    limit = job.total * (1 - MARGIN)
+    limit = job.room
     return {name: size for name, size in _sizes(job, weights).items() if name in phases and size > limit}
 
 

@@ -90,25 +90,24 @@ def read_tokenizer(config: ModelConfig) -> transformers.PreTrainedTokenizerBase:
 def refuse_other_formats(name: str) -> None:
     """Raise ConfigError, which says how to convert it, for a model that is there but not as safetensors."""
     path, fault = Path(name), f"model.path={name}"
-    pair = "from transformers import AutoModelForCausalLM as M, AutoTokenizer as T"
-    save = "(x.from_pretrained({}).save_pretrained('OUT') for x in (M, T))"
+    convert = "from transformers import AutoModelForCausalLM as M, AutoTokenizer as T; "
+    convert = f"python -c \"{convert}any(x.from_pretrained({{}}).save_pretrained('OUT') for x in (M, T))\", and use OUT"
     gguf = [path] if path.is_file() and path.suffix == ".gguf" else sorted(path.glob("*.gguf"))
     if path.is_file() and not gguf:
         raise ConfigError(f"{fault} is a file: give the folder that it is in, with its config.json and tokenizer.")
     if not path.exists() or any(path.glob("model*.safetensors")):
         return
     if gguf:
-        what = f"'{gguf[0].parent}', gguf_file='{gguf[0].name}'"
-        line = f'python -c "{pair}; any{save.format(what)}"'
-        raise ConfigError(f"{fault} is a GGUF, which is not read: pip install gguf, convert it by {line}, and use OUT.")
+        line = convert.format(f"'{gguf[0].parent}', gguf_file='{gguf[0].name}'")
+        raise ConfigError(f"{fault} is a GGUF, which is not read: pip install gguf, convert it by {line}.")
     if (path / "adapter_config.json").is_file():
         base = json.loads((path / "adapter_config.json").read_text()).get("base_model_name_or_path")
         line = "from peft import AutoPeftModelForCausalLM as M; M.from_pretrained('{}').merge_and_unload()"
         line = f"python -c \"{line.format(path)}.save_pretrained('OUT')\", copy the tokenizer there, and use OUT"
         raise ConfigError(f"{fault} holds an adapter of {base}, not a model: merge them by {line}.")
     if any(path.glob("pytorch_model*.bin")):
-        line = f'python -c "{pair}; any{save.format(repr(str(path)))}"'
-        raise ConfigError(f"{fault} has pytorch_model.bin but no *.safetensors: convert it by {line}, and use OUT.")
+        line = convert.format(f"'{path}'")
+        raise ConfigError(f"{fault} has pytorch_model.bin but no *.safetensors: convert it by {line}.")
     if (path / "checkpoints").is_dir() or (path / "progress.json").is_file():
         raise ConfigError(f"{fault} is of a run: write its policy with python -m trainer export RUN OUT, and use OUT.")
 
@@ -145,10 +144,11 @@ def check_weights(config: ModelConfig) -> None:
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(hf_config)
     wanted = {family.file_name(name): tuple(weight.shape) for name, weight in model.named_parameters()}
-    if missing := [name for name in wanted if name not in found]:
-        fault = f"has no weight {missing[0]}" + f" ({len(missing)} of {len(wanted)} are missing)"
-        raise ConfigError(f"model.path={config.path} {fault}: save it with AutoModelForCausalLM's save_pretrained.")
+    missing = len(wanted.keys() - found.keys())
     for name, shape in wanted.items():
+        if name not in found:
+            fault = f"has no weight {name} ({missing} of {len(wanted)} are missing)"
+            raise ConfigError(f"model.path={config.path} {fault}: save it with AutoModelForCausalLM's save_pretrained.")
         if found[name] != shape:
             fault = f"has the shape {found[name]}, and by config.json {shape}"
             raise ConfigError(f"model.path={config.path}: {name} {fault}; use the config.json that belongs to it.")
