@@ -1,12 +1,10 @@
 """A real model on a CPU against transformers' own: the embedded engine, and the actor's forward and backward pass.
 
-    python -m benchmarks.cpu MODEL_FOLDER
-    OMP_NUM_THREADS=1 python -m benchmarks.cpu MODEL_FOLDER rounds=7
+    python -m benchmarks.cpu MODEL_FOLDER rounds=3
 
-In turns with transformers: the engine samples `samples` responses of `tokens` tokens to prompts of `prompt` tokens, as
-`generate` does; the actor learns from `samples` rows of `tokens` tokens, all but the first, as the model's own loss
-does, without the optimizer's step. Nothing is padded on either side. Settings, as key=value: samples, prompt, tokens,
-rounds.
+In turns: the engine samples `samples` responses of `tokens` tokens to prompts of `prompt`, as `generate` does; the
+actor learns from as many rows of `tokens`, all but the first, as the model's own loss does, without the optimizer.
+Nothing is padded on either side. Settings, as key=value: samples, prompt, tokens, rounds.
 """
 
 import asyncio
@@ -18,7 +16,6 @@ from dataclasses import dataclass
 
 import torch
 import transformers
-from torch import Tensor
 
 from grpo.algorithm import AlgorithmConfig
 from grpo.config import load, option
@@ -51,9 +48,8 @@ def in_turns(ours: Callable[[], None], theirs: Callable[[], None], tokens: int, 
             seconds.append((time.perf_counter() - begun, time.process_time() - busy))
     of_ours, of_theirs = ([statistics.median(column) for column in zip(*seconds[1:], strict=True)] for seconds in taken)
     (mine, my_busy), (other, other_busy) = of_ours, of_theirs
-    for who, seconds in (("ours", mine), ("transformers'", other)):
-        print(f"{name}, {who}: {tokens / seconds:,.1f} tokens/s")
-    print(f"{name}: {other / mine:.2f} times as many tokens a second, {other_busy / my_busy:.2f} a processor's second")
+    print(f"{name}: {tokens / mine:,.1f} tokens/s, transformers' own {tokens / other:,.1f}: ", end="")
+    print(f"{other / mine:.2f} times as many, {other_busy / my_busy:.2f} a processor's second")
 
 
 def main() -> None:
@@ -70,11 +66,10 @@ def main() -> None:
     engine.wake()
 
     def sample() -> None:
-        async def ask(row: int) -> Response:
-            return await engine.sample(prompts[row].tolist(), Sampling(1.0, 1.0, 0, settings.tokens, (), seed=row))
-
         async def ask_all() -> list[Response]:
-            return await asyncio.gather(*map(ask, range(settings.samples)))
+            limits = 1.0, 1.0, 0, settings.tokens, ()
+            asked = (engine.sample(row, Sampling(*limits, seed=i)) for i, row in enumerate(prompts.tolist()))
+            return await asyncio.gather(*asked)
 
         assert all(len(answer.tokens) == settings.tokens for answer in engine.run(ask_all()))
 
@@ -90,12 +85,9 @@ def main() -> None:
     learned = (torch.arange(settings.tokens) > 0).repeat(settings.samples)
     fields, lengths = {"tokens": rows.flatten(), "response_mask": learned}, [settings.tokens] * settings.samples
 
-    def negative(logprobs: Tensor, entropy: Tensor, chunk: slice) -> Tensor:
-        return -logprobs.sum()
-
     def learn() -> None:
         micro = MicroBatch.of(fields, lengths, device, list(range(settings.samples)))
-        actor.policy(micro, 1.0, loss=negative).backward()
+        actor.policy(micro, 1.0, loss=lambda logprobs, entropy, chunk: -logprobs.sum()).backward()
         actor.optimizer.zero_grad()
 
     def learn_with_transformers() -> None:

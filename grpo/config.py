@@ -113,6 +113,8 @@ def load(schema: type[T], path: str | Path | None = None, overrides: list[str] |
         given.append((override, _parse(f"The value in {override!r}", OmegaConf.from_dotlist, [override])))
     settings = {key: field for key, field, _ in _settings(schema)}
     mappings = {key: hint for key, _, hint in _settings(schema) if typing.get_origin(hint) is dict}
+    # What may be a mapping, or something else.
+    open_ended = {key: dict[str, str] for key, _, hint in _settings(schema) if hint is Any}
     for source, layer in given:
         if not OmegaConf.is_dict(layer):
             raise ConfigError(f"{source} must hold `key: value` settings at its top level.")
@@ -132,7 +134,7 @@ def load(schema: type[T], path: str | Path | None = None, overrides: list[str] |
         for source, layer in given:
             try:
                 if source in overrides:
-                    layer = _make_room(tree, source.partition("=")[0], layer, mappings)
+                    layer = _make_room(tree, source.partition("=")[0], layer, mappings | open_ended)
                 tree = OmegaConf.merge(tree, layer)
             except OmegaConfBaseException as error:
                 raise ConfigError(f"{source}: {str(error).splitlines()[0]} (setting {error.full_key}).") from error

@@ -168,6 +168,20 @@ def test_a_mapping_of_the_command_line_replaces_and_a_dotted_key_adds_or_takes_a
     assert load(Settings, yaml("weights: {b: 2}\n"), overrides).weights == weights
 
 
+@pytest.mark.parametrize(
+    ("override", "held_out"),
+    [
+        ("eval={c: c.jsonl}", {"c": "c.jsonl"}),
+        ("eval.c=c.jsonl", {"a": "a.jsonl", "b": "b.jsonl", "c": "c.jsonl"}),
+        ("eval.a=null", {"b": "b.jsonl"}),
+        ("eval=c.jsonl", "c.jsonl"),
+        ("eval=null", None),
+    ],
+)
+def test_the_same_holds_where_a_setting_may_be_a_mapping_or_text(override, held_out, yaml):
+    assert load(DataConfig, yaml("eval: {a: a.jsonl, b: b.jsonl}\n"), [override]).eval == held_out
+
+
 def test_an_entry_to_take_away_must_be_there_where_null_is_no_value(yaml):
     said = refusal(yaml("weights: {b: 2}\n"), ["weights.c=null"])
     assert "weights.c=null" in said

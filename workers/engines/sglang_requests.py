@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from workers.engines.protocol import Response, Sampling
@@ -21,6 +21,7 @@ class Requests:
         self.pending: list[tuple[list[int], Sampling, asyncio.Future]] = []  # to be sent with the next message
         self.in_flight: set[asyncio.Future] = set()
         self.asked_at = 0.0  # on time.time's clock, as SGLang's own
+        engine.tokenizer_manager._stream_batch_responses = as_they_come
 
     def asked(self) -> float | None:
         """When SGLang was last asked for a sample, None while it owes none."""
@@ -104,3 +105,35 @@ def _response(meta: dict[str, Any], sampling: Sampling) -> Response:
     if reason == "length" and tokens[-1] in sampling.stop:
         reason = "stop"
     return Response(list(tokens), list(logprobs), reason)
+
+
+async def as_they_come(streams: Sequence[AsyncIterator[dict[str, Any]]], ids: Sequence[str]) -> AsyncIterator[dict]:
+    """The outputs of all requests of a message, each with its request's place as "index", as SGLang's own gives them.
+
+    Its own waits for all requests that are left anew with each output: with a thousand of them that takes longer than
+    the outputs take to come.
+    """
+    places, outputs = {name: place for place, name in enumerate(ids)}, asyncio.Queue()
+
+    async def pass_on(stream: AsyncIterator[dict[str, Any]]) -> None:
+        try:
+            async for output in stream:
+                outputs.put_nowait(output | {"index": places[output["meta_info"]["id"]]})
+            outputs.put_nowait(None)
+        except Exception as error:  # noqa: BLE001 - raised below
+            outputs.put_nowait(error)
+
+    tasks, ended = [asyncio.create_task(pass_on(stream)) for stream in streams], 0
+    try:
+        while ended < len(tasks):
+            output = await outputs.get()
+            if isinstance(output, Exception):
+                raise output
+            if output is None:
+                ended += 1
+            else:
+                yield output
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
