@@ -41,43 +41,45 @@ class Trainer:
     """GRPO from a config to a trained policy. The process group must have been joined."""
 
     def __init__(self, config: TrainConfig, device: torch.device, run: Run) -> None:
-        self.config, self.step, self.stack = config, run.step, ExitStack()
-        cuda = device.type == "cuda"
-        peaks = Peaks(cuda)
-        with Pulse("reading and tokenising the data"):
-            made = on_controller(lambda: Controller(config, device, run, peaks, self.stack))
-        self.controller: Controller | None = made  # all that only rank 0 holds; None elsewhere
-        config.steps = from_controller(config.steps)  # which epochs may stand for
-        self.watch = Stopwatch(cuda, self.controller.phase if self.controller else peaks)
-        layout = make_training_layout(device, config.actor.replicate, config.actor.tensor_parallel)
-        engines = make_inference_layout(device, config.rollout.tensor_parallel)
-        # The engine first, as it takes its share of the memory that it finds free.
-        with self.watch("engine_start"):
-            log = run.folder / f"engine-{engines.dp_rank}.log"
-            rollout, world = config.rollout, dist.get_world_size()
-            if rollout.engine == "sglang":  # the embedded one fills its memory by itself
-                job = job_of(config, world, device, share_of_memory(device, 1.0))
-                rollout = replace(rollout, concurrent_samples=concurrent_samples(job))
-            engine = make_engine(config.model, rollout, engines, config.seed + engines.dp_rank, log)
-        self.stack.callback(engine.shutdown)
-        temperature, stop = config.rollout.temperature, stop_tokens(config.model)
-        sizes = {"minibatches": config.batch.minibatches_per_step, "epochs": config.batch.epochs_per_step}
-        self.ref = grade = None
-        with self.watch("actor_start"):
-            self.actor = ActorWorker(
-                config.model, config.actor, config.algorithm, layout, temperature, config.total_updates, **sizes
-            )
-            if config.algorithm.kl_coefficient:
-                self.ref = RefWorker(config.model, config.actor, layout, temperature, self.actor.policy)
-        if engines.tp_rank == 0:
-            with self.watch("rewards_start"):
-                grade = self.stack.enter_context(Grader(config.rewards, read_tokenizer(config.model), stop))
-        progress = self.controller.tracker.progress if self.controller else None
-        self.rollout = RolloutWorker(config.rollout, engine, engines, stop, config.seed, grade, progress)
-        self.sharding = ShardingManager(self.actor, self.rollout, self.ref, peaks)
-        self.checkpoints = Checkpoints(run.folder, config.checkpoint.keep)
-        if run.resumed is not None:
-            self.checkpoints.load(run.resumed, self.actor)
+        self.config, self.step = config, run.step
+        with ExitStack() as stack:  # ends all that was started where something here fails
+            cuda = device.type == "cuda"
+            peaks = Peaks(cuda)
+            with Pulse("reading and tokenising the data"):
+                made = on_controller(lambda: Controller(config, device, run, peaks, stack))
+            self.controller: Controller | None = made  # all that only rank 0 holds; None elsewhere
+            config.steps = from_controller(config.steps)  # which epochs may stand for
+            self.watch = Stopwatch(cuda, self.controller.phase if self.controller else peaks)
+            layout = make_training_layout(device, config.actor.replicate, config.actor.tensor_parallel)
+            engines = make_inference_layout(device, config.rollout.tensor_parallel)
+            # The engine first, as it takes its share of the memory that it finds free.
+            with self.watch("engine_start"):
+                log = run.folder / f"engine-{engines.dp_rank}.log"
+                rollout, world = config.rollout, dist.get_world_size()
+                if rollout.engine == "sglang":  # the embedded one fills its memory by itself
+                    job = job_of(config, world, device, share_of_memory(device, 1.0))
+                    rollout = replace(rollout, concurrent_samples=concurrent_samples(job))
+                engine = make_engine(config.model, rollout, engines, config.seed + engines.dp_rank, log)
+            stack.callback(engine.shutdown)
+            temperature, stop = config.rollout.temperature, stop_tokens(config.model)
+            sizes = {"minibatches": config.batch.minibatches_per_step, "epochs": config.batch.epochs_per_step}
+            self.ref = grade = None
+            with self.watch("actor_start"):
+                self.actor = ActorWorker(
+                    config.model, config.actor, config.algorithm, layout, temperature, config.total_updates, **sizes
+                )
+                if config.algorithm.kl_coefficient:
+                    self.ref = RefWorker(config.model, config.actor, layout, temperature, self.actor.policy)
+            if engines.tp_rank == 0:
+                with self.watch("rewards_start"):
+                    grade = stack.enter_context(Grader(config.rewards, read_tokenizer(config.model), stop))
+            progress = self.controller.tracker.progress if self.controller else None
+            self.rollout = RolloutWorker(config.rollout, engine, engines, stop, config.seed, grade, progress)
+            self.sharding = ShardingManager(self.actor, self.rollout, self.ref, peaks)
+            self.checkpoints = Checkpoints(run.folder, config.checkpoint.keep)
+            if run.resumed is not None:
+                self.checkpoints.load(run.resumed, self.actor)
+            self.stack = stack.pop_all()
 
     def train(self) -> None:
         """Train to the last step."""

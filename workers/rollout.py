@@ -165,7 +165,8 @@ class RolloutWorker(Worker):
             mine = iter(WorkStealing(shares, self.layout.dp_rank, store))
         room = asyncio.Semaphore(max(limit or len(task.prompts) * task.samples, task.samples))
         groups: list[asyncio.Task] = []
-        self.sampled = self.told = 0
+        self.done = self.sampled = 0
+        self.told = 0, 0
         ticking = asyncio.create_task(self._tick(task, store))
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -174,20 +175,18 @@ class RolloutWorker(Worker):
                         await room.acquire()
                     if (index := next(mine, None)) is None:
                         break
-                    groups.append(tasks.create_task(self._sample_group(task, index, room, store)))
+                    groups.append(tasks.create_task(self._sample_group(task, index, room)))
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
         finally:
             ticking.cancel()
             self.engine.abort()
+        self._tell(task, store)
         return [trajectory for group in groups for trajectory in group.result()]
 
-    async def _sample_group(
-        self, task: _Task, index: int, room: asyncio.Semaphore, store: dist.Store
-    ) -> list[Trajectory]:
+    async def _sample_group(self, task: _Task, index: int, room: asyncio.Semaphore) -> list[Trajectory]:
         """All samples of prompt `index`, graded."""
-        samples = (self._sample(task, index, sample, room, store) for sample in range(task.samples))
-        return await asyncio.gather(*samples)
+        return await asyncio.gather(*(self._sample(task, index, sample, room) for sample in range(task.samples)))
 
     async def _tick(self, task: _Task, store: dist.Store) -> None:
         """Tell every TICK how far the rollout is: with long responses, none may be done for minutes."""
@@ -195,17 +194,15 @@ class RolloutWorker(Worker):
             await asyncio.sleep(TICK)
             self._tell(task, store)
 
-    def _tell(self, task: _Task, store: dist.Store, done: int = 0) -> None:
-        """Add what this engine has done since it was last told, `done` samples with it, to what all have."""
-        tokens = self.sampled + self.engine.tokens_at_work
-        samples, total = store.add("samples", done), store.add("tokens", tokens - self.told)
-        self.told = tokens
+    def _tell(self, task: _Task, store: dist.Store) -> None:
+        """Add what this engine has done since this was last told to what all have done."""
+        news, before = (self.done, self.sampled + self.engine.tokens_at_work), self.told
+        done, tokens = store.add("samples", news[0] - before[0]), store.add("tokens", news[1] - before[1])
+        self.told = news
         if self.progress is not None:
-            self.progress(samples, len(task.prompts) * task.samples, total)
+            self.progress(done, len(task.prompts) * task.samples, tokens)
 
-    async def _sample(
-        self, task: _Task, index: int, sample: int, room: asyncio.Semaphore, store: dist.Store
-    ) -> Trajectory:
+    async def _sample(self, task: _Task, index: int, sample: int, room: asyncio.Semaphore) -> Trajectory:
         prompt = task.prompts[index]
         trajectory = Trajectory(prompt.tokens, index, task.held_out, prompt.row, prompt.text)
         # A function of what is sampled alone, so that a resumed run samples what the unbroken one did.
@@ -223,5 +220,5 @@ class RolloutWorker(Worker):
         self.sampled += len(response.tokens)
         if self.grade is not None:
             await self.grade(trajectory)
-        self._tell(task, store, done=1)
+        self.done += 1
         return trajectory

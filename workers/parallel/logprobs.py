@@ -49,7 +49,7 @@ def head_loss(hidden_NH: Tensor, head: Head, loss: Loss) -> Tensor:
     return _HeadLoss.apply(hidden_NH, head.weight, head, loss)
 
 
-BLOCK = 2**18
+BLOCK = 2**19
 """Logits that eager arithmetic works on at a time on a CPU."""
 
 
@@ -177,7 +177,7 @@ def _softmax_sums(logits_NV: Tensor, local_N: Tensor, scale: float, entropy: boo
 def _block_sums(logits_NV: Tensor, local_N: Tensor, scale: float, entropy: bool) -> Tensor:
     logits = logits_NV.float() * scale
     highest = logits.amax(-1)
-    exps = (logits - highest[:, None]).exp()
+    exps = (logits - highest[:, None]).exp_()
     weighted = (exps * logits).sum(-1) if entropy else torch.zeros_like(highest)
     target = logits_NV.gather(1, local_N.clamp(min=0)[:, None])[:, 0].float() * scale
     return torch.stack([highest, exps.sum(-1), weighted, target.where(local_N >= 0, 0.0)])
@@ -193,7 +193,7 @@ def _block_to_grads(logits_NV: Tensor, local_N: Tensor, per_token_4N: Tensor, sc
     lse, entropies, grad_logprobs, grad_entropy = per_token_4N[:, :, None]
     logp = logits_NV.float() * scale - lse
     # d logprob = onehot - p;  d entropy = -p (log p + entropy)
-    pull = grad_logprobs + grad_entropy * (logp + entropies) if entropy else grad_logprobs
-    columns = torch.arange(logits_NV.shape[1], device=logits_NV.device)
-    onehot = (columns == local_N[:, None]) * grad_logprobs
-    logits_NV.copy_((onehot - logp.exp() * pull) * scale)
+    pull = torch.addcmul(grad_logprobs + grad_entropy * entropies, grad_entropy, logp) if entropy else grad_logprobs
+    grads = logp.exp_().mul_(pull).mul_(-scale)
+    grads.scatter_add_(1, local_N.clamp(min=0)[:, None], scale * grad_logprobs.where(local_N[:, None] >= 0, 0.0))
+    logits_NV.copy_(grads)
