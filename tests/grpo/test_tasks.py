@@ -51,6 +51,12 @@ def test_what_the_reward_scores():
     assert 0 < whole(f"it is {answer}", row) < 1
     assert tagged(f"<answer>x</answer> or <answer> {answer} </answer>.", row) == 1.0
     assert [tagged(text, row) for text in (answer, f"<answer>{answer}", f"{answer}</answer>", "")] == [0.0] * 4
+    last = rewards.get("reasoning_gym", pattern="-?[0-9]+")
+    assert last(f"3 - 12 is {answer}, I think.", row) == 1.0
+    assert last(f"{answer} or 4711", row) < 1
+    assert [last(text, row) for text in ("no number", "")] == [0.0] * 2
+    both = rewards.get("reasoning_gym", tag="answer", pattern="-?[0-9]+")
+    assert both(f"<answer>so it is {answer}!</answer> 4711", row) == 1.0
 
 
 SMALL = "options={max_terms: 2, max_digits: 1}"  # a + b and a - b of digits: 200 questions
