@@ -3,7 +3,7 @@
 from setuptools import find_packages, setup
 
 # Tasks of reasoning_gym:NAME, and what reads the small model of examples/run_pretrained.sh.
-PRETRAINED = ["reasoning-gym>=0.1.25", "gguf>=0.17"]
+PRETRAINED = ["reasoning-gym>=0.1.25", "gguf>=0.17", "accelerate"]
 
 setup(
     name="grpo-trainer",

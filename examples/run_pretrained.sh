@@ -21,7 +21,7 @@ read_launch "$@"
 
 name=${NAME:-pretrained}
 model=${MODEL:-runs/pretrained/model}
-if [ -z "${MODEL:-}" ] && [ ! -f "$model/config.json" ]; then
+if [ -z "${MODEL:-}" ] && [ ! -f "$model/tokenizer_config.json" ]; then
     python examples/smollm2.py "$model"
 fi
 config=examples/pretrained.yaml

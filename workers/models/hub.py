@@ -99,7 +99,7 @@ def refuse_other_formats(name: str) -> None:
         return
     if gguf:
         line = convert.format(f"'{gguf[0].parent}', gguf_file='{gguf[0].name}'")
-        raise ConfigError(f"{fault} is a GGUF, which is not read: pip install gguf, convert it by {line}.")
+        raise ConfigError(f"{fault} is a GGUF, which is not read: pip install gguf accelerate, convert it by {line}.")
     if (path / "adapter_config.json").is_file():
         base = json.loads((path / "adapter_config.json").read_text()).get("base_model_name_or_path")
         line = "from peft import AutoPeftModelForCausalLM as M; M.from_pretrained('{}').merge_and_unload()"
