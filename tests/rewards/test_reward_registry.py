@@ -82,7 +82,7 @@ def test_names_and_needs():
 
 
 def test_an_unknown_name_gives_the_nearest_and_all_of_them():
-    with pytest.raises(ValueError, match=r"no reward 'cuontdown', the nearest is 'countdown'.*countdown, math") as e:
+    with pytest.raises(ValueError, match=r"no reward 'cuontdown', the nearest is 'countdown'.*countdown, .*math") as e:
         rewards.get("cuontdown")
     assert '@register("cuontdown")' in str(e.value)
     assert str(PACKAGE) in str(e.value)
