@@ -59,21 +59,26 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         command = commands.add_parser(name, **texts, formatter_class=raw)
         command.add_argument("config", nargs="?", help="YAML file of settings")
         command.add_argument("overrides", nargs="*", metavar="key=value", help="settings that win over the file")
+        command.set_defaults(run=lambda given: train(given.command, given.config, given.overrides))
     command = commands.add_parser("export", help="write a run's checkpoint as a Hugging Face folder")
-    command.add_argument("run", type=Path, help="the run's folder")
+    command.add_argument("folder", metavar="run", type=Path, help="the run's folder")
     command.add_argument("out", type=Path, help="the folder to write")
     command.add_argument("--step", type=int, help="the checkpoint's step; the newest otherwise")
+    command.set_defaults(run=export_run)
     command = commands.add_parser("plot", help="draw learning curves")
     command.add_argument("runs", type=Path, nargs="+", help="the runs' folders, such as one a seed")
     command.add_argument("--out", type=Path, default=Path("curve.png"), help="the PNG to write")
+    command.set_defaults(run=plot_runs)
     command = commands.add_parser("algorithms", help="list the algorithms, or print the formula and choices of one")
     command.add_argument("name", nargs="?", help="one of the list")
-    commands.add_parser("settings", help="print all settings as Markdown")
+    command.set_defaults(run=show_algorithms)
+    command = commands.add_parser("settings", help="print all settings as Markdown")
+    command.set_defaults(run=lambda given: print(settings_page()))
     return parser.parse_args(arguments)
 
 
 def train(command: str, config_path: str | None, overrides: list[str]) -> None:
-    """Run `train`, `sft` or `prove` on the processes that torchrun started, or on this one alone."""
+    """Run `train`, `sft`, `data` or `prove`, all but `data` on the processes that torchrun started, if it did."""
     if config_path is not None and "=" in config_path:
         config_path, overrides = None, [config_path, *overrides]
     if command == "data":
@@ -81,9 +86,7 @@ def train(command: str, config_path: str | None, overrides: list[str]) -> None:
     config = load(COMMANDS[command][0], config_path, overrides)
     # Nothing that takes seconds to import comes before the settings have been read.
     with Pulse("importing torch and transformers") as pulse:
-        import torch.distributed as dist
-
-        from workers.dispatch import on_controller
+        from workers.dispatch import from_controller, on_controller
         from workers.models import family_of
         from workers.models.hub import check_weights, read_config
         from workers.parallel.mesh import is_controller, join, leave, pick_device, take_threads
@@ -109,16 +112,15 @@ def train(command: str, config_path: str | None, overrides: list[str]) -> None:
     else:
         from trainer.runs import open_run
 
-        shared = [on_controller(lambda: open_run(config))]
-        dist.broadcast_object_list(shared)
+        run = from_controller(on_controller(lambda: open_run(config)))
         if command == "sft":
             from trainer.sft import run_sft
 
-            run_sft(config, device, shared[0])
+            run_sft(config, device, run)
         else:
             from trainer.trainer import Trainer
 
-            Trainer(config, device, shared[0]).run()
+            Trainer(config, device, run).run()
     leave()
     if not holds:
         sys.exit(1)
@@ -137,6 +139,29 @@ def show_data(config_path: str | None, overrides: list[str]) -> None:
 
     quiet()
     report_data(config)
+
+
+def export_run(given: argparse.Namespace) -> None:
+    """Write a run's checkpoint as a Hugging Face folder."""
+    from trainer.checkpoint import export
+
+    quiet()
+    print(f"{given.out} holds the policy of {export(given.folder, given.out, given.step)}.")
+
+
+def plot_runs(given: argparse.Namespace) -> None:
+    """Draw the learning curves of runs."""
+    from trainer.report import plot
+
+    plot(given.runs, given.out)
+    print(f"{given.out} shows {len(given.runs)} run(s).")
+
+
+def show_algorithms(given: argparse.Namespace) -> None:
+    """List the algorithms, or print one."""
+    from trainer.algorithms import describe_algorithm, list_algorithms
+
+    print(describe_algorithm(given.name) if given.name else list_algorithms())
 
 
 def quiet() -> None:
@@ -158,25 +183,7 @@ def main() -> None:
     """Run a command; what the user can mend is printed as one sentence, with exit code 2."""
     arguments = parse(sys.argv[1:])
     try:
-        if arguments.command in COMMANDS:
-            train(arguments.command, arguments.config, arguments.overrides)
-        elif arguments.command == "export":
-            from trainer.checkpoint import export
-
-            quiet()
-            checkpoint = export(arguments.run, arguments.out, arguments.step)
-            print(f"{arguments.out} holds the policy of {checkpoint}.")
-        elif arguments.command == "algorithms":
-            from trainer.algorithms import describe_algorithm, list_algorithms
-
-            print(describe_algorithm(arguments.name) if arguments.name else list_algorithms())
-        elif arguments.command == "settings":
-            print(settings_page())
-        else:
-            from trainer.report import plot
-
-            plot(arguments.runs, arguments.out)
-            print(f"{arguments.out} shows {len(arguments.runs)} run(s).")
+        arguments.run(arguments)
     except ConfigError as error:
         fail(error)
     except RuntimeError as error:

@@ -98,6 +98,10 @@ class RunConfig:
         if self.epochs is not None:
             self.steps, self.epochs = math.ceil(round(self.epochs * prompts / each, 6)), None
 
+    def is_due(self, step: int, every: int) -> bool:
+        """Whether what is done each `every` steps (0: never else) and after the last one is done after `step`."""
+        return step == self.steps or (every > 0 and step % every == 0)
+
     def check(self, world: int) -> None:
         """Raise ConfigError for the first setting that cannot work on `world` processes; loads no weights."""
         check_values(self)

@@ -27,6 +27,7 @@ from trainer.record import read_metrics
 from trainer.runs import Run
 from trainer.trainer import Trainer
 from workers.actor import ActorWorker
+from workers.dispatch import from_controller
 from workers.models import family_of
 from workers.models.hub import compute_dtype, read_config
 from workers.parallel.mesh import is_controller, make_training_layout
@@ -69,9 +70,7 @@ def prove(config: TrainConfig, device: torch.device, run_folder: Path) -> bool:
     console.print(f"{STILL_STEPS} steps of the run at a learning rate of 0, which take as long as those of a run:")
     held &= prove_stillness(config, device, run_folder / "proof-scratch", console)
     console.print("All of it holds." if held else "[bold red]Not all of it holds: see the rows marked above.[/]")
-    verdict = [held]
-    dist.broadcast_object_list(verdict)
-    return verdict[0]
+    return from_controller(held)
 
 
 # the same update however it is cut

@@ -117,11 +117,11 @@ def run_sft(config: SftConfig, device: torch.device, run: Run) -> None:
         for step in range(run.step + 1, config.steps + 1):
             with watch("step"):
                 metrics = actor.sft_update(data.next() if tracker else None)
-            if step == config.steps or (config.evaluation.every and step % config.evaluation.every == 0):
+            if config.is_due(step, config.evaluation.every):
                 metrics |= evaluate()
             if tracker is not None:
                 tracker.log(step, metrics | watch.metrics())
-            if step == config.steps or (config.checkpoint.every and step % config.checkpoint.every == 0):
+            if config.is_due(step, config.checkpoint.every):
                 checkpoints.save(step, actor, data.stream.state_dict() if tracker else None)
         if tracker is not None:
             export(run.folder, run.folder / "model")

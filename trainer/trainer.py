@@ -185,4 +185,4 @@ class Trainer:
             self.controller.tracker.say(what)
 
     def is_due(self, every: int) -> bool:
-        return self.step == self.config.steps or (every > 0 and self.step % every == 0)
+        return self.config.is_due(self.step, every)

@@ -110,8 +110,8 @@ def _response(meta: dict[str, Any], sampling: Sampling) -> Response:
 async def as_they_come(streams: Sequence[AsyncIterator[dict[str, Any]]], ids: Sequence[str]) -> AsyncIterator[dict]:
     """The outputs of all requests of a message, each with its request's place as "index", as SGLang's own gives them.
 
-    Its own waits for all requests that are left anew with each output: with a thousand of them that takes longer than
-    the outputs take to come.
+    Its own waits for all requests that are left anew with each output, which was two fifths of this thread's work in a
+    profile of a thousand short ones.
     """
     places, outputs = {name: place for place, name in enumerate(ids)}, asyncio.Queue()
 
