@@ -7,13 +7,15 @@
 | rollout_logprobs | [B, *] float32 | what the engine reported when it sampled, 0 elsewhere |
 | versions | [B, *] int64 | the version of the weights that a token was sampled from, -1 elsewhere |
 | old_logprobs, ref_logprobs | [B, *] float32 | the trainer's own, 0 outside the mask |
+| teacher_logprobs | [B, *] float32 | a teacher's, 0 outside the mask |
 | advantages | [B, *] float32 | per token, 0 outside the mask |
 | loss_weights | [B, *] float32 | what a token's loss counts in that of its minibatch, 0 outside the mask |
 | group | [B] int64 | which prompt of the step this is a response to |
 | held_out | [B] bool | sampled to evaluate, not to train |
 | truncated | [B] bool | the response was cut at its longest length |
-| failures | [B] int64 | how many components of the reward could not be graded |
-| rewards, rewards/NAME | [B] float32 | the total, and its components |
+| failures | [B] int64 | how many components of the reward could not be graded, or 1 where none applies |
+| penalties | [B] float32 | what is added to the reward for length, at most 0 |
+| rewards, rewards/NAME | [B] float32 | the total, and its components, NaN where one does not apply |
 
 Position t of a logprob field is log p(tokens[t] | tokens[<t]) at the sampling temperature.
 """
@@ -42,7 +44,7 @@ class Trajectory:
     finish_reason: str = "stop"  # "length": cut at the longest length; "abort": the engine was told to end it
     response: str = ""  # what the policy sampled as text, without the stop token it ended with
     reward: float = 0.0
-    components: dict[str, float] = field(default_factory=dict)  # of the reward, before their weights
+    components: dict[str, float | None] = field(default_factory=dict)  # before their weights, None: does not apply
     failures: list[Any] = field(default_factory=list)  # the components that could not be graded, and why
 
     def __post_init__(self) -> None:
@@ -124,5 +126,7 @@ def batch_of(trajectories: Sequence[Trajectory]) -> TensorDict:
         "rewards": torch.tensor([t.reward for t in trajectories], dtype=torch.float32),
     }
     for name in trajectories[0].components:
-        fields[f"rewards/{name}"] = torch.tensor([t.components[name] for t in trajectories], dtype=torch.float32)
+        values = (t.components[name] for t in trajectories)
+        values = [torch.nan if value is None else value for value in values]
+        fields[f"rewards/{name}"] = torch.tensor(values, dtype=torch.float32)
     return make_batch(fields)

@@ -4,14 +4,19 @@ To add one, drop a .py file into this folder (or list it under rewards.files) th
 
     from rewards import register
 
-    @register("polite", needs=("question",))
+    @register("polite", examples=[("please", {}, 1.0), ("no", {}, 0.0)])
     def polite(completion: str, row: dict, *, bonus: float = 1.0) -> float:
         return bonus if "please" in completion else 0.0
+
+`register` tells the other forms: many completions at once, async, TRL's; None where a reward does not apply; a limit of
+its own; and examples, which `python -m trainer rewards test` runs.
 
 This package stands alone: it imports nothing of the trainer and no torch, so that a worker starts fast.
 """
 
 from rewards.pool import Failure, Grade, RewardPool
 from rewards.registry import RewardsConfig, get, missing_columns, names, register, validate
+from rewards.testing import check_examples
 
-__all__ = ["Failure", "Grade", "RewardPool", "RewardsConfig", "get", "missing_columns", "names", "register", "validate"]
+__all__ = ["Failure", "Grade", "RewardPool", "RewardsConfig", "check_examples", "get", "missing_columns", "names"]
+__all__ += ["register", "validate"]

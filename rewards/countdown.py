@@ -29,7 +29,17 @@ TO_ASCII = str.maketrans("×÷−", "*/-")
 TOKEN = re.compile(r"0|[1-9][0-9]*|\S")
 
 
-@register("countdown", needs=("numbers", "target"))
+ROW = {"numbers": [3, 4, 7], "target": 14}
+EXAMPLES = [
+    ("<think>3*4+7 is 19.</think> <answer>(3 + 4) + 7 = 14</answer>", ROW, 1.0),
+    ("<answer>3 × 4 + 7</answer>", ROW, 0.1),
+    ("<answer>3 × 4 + 7</answer>", ROW, 0.0, {"valid": 0.0}),
+    ("<answer>7 + 7</answer>", ROW, 0.05),
+    ("3 + 4 + 7", ROW, 0.0),
+]
+
+
+@register("countdown", needs=("numbers", "target"), examples=EXAMPLES)
 def countdown(completion: str, row: dict, *, valid: float = 0.1, format: float = 0.05) -> float:
     """Grade one completion against row["numbers"] (ints >= 0) and row["target"] (int).
 

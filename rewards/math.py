@@ -22,7 +22,14 @@ MAX_CHARACTERS = 1000
 BOX = "\\boxed{"
 
 
-@register("math", needs=("answer",), imports=("math_verify",))
+EXAMPLES = [
+    ("So it is \\boxed{\\frac{84}{2}}.", {"answer": "42"}, 1.0),
+    ("First 41, then 42", {"answer": "6 * 7 = <<6*7=42>>42\n#### 42"}, 1.0),
+    ("\\boxed{42} no, \\boxed{41}", {"answer": "42"}, 0.0),
+]
+
+
+@register("math", needs=("answer",), imports=("math_verify",), examples=EXAMPLES)
 def math(completion: str, row: dict) -> float:
     """1.0 if the final answer equals row["answer"] (str), else 0.0; ValueError where that is no mathematics."""
     from math_verify import parse, verify

@@ -1,9 +1,10 @@
 """The pool that grades completions in worker processes, each of which can be killed at any time.
 
-`submit` takes one completion, at any time and from any thread, and makes one task for each reward. Tasks wait in one
-queue. Every worker process has a thread in the pool that takes tasks, sends them to its worker and waits for the
-answers. A worker that exceeds the time limit, or dies, costs exactly the task it was busy with: its other tasks go
-back to the queue, and a new process takes its place.
+`submit` takes one completion, at any time and from any thread, and puts it into the queue of each reward. Every worker
+process has a thread in the pool that takes from the queue that has waited longest, sends its worker calls of that
+reward and waits for the answers: a call has one completion of a plain reward, and of a batched or async one all that
+wait, up to MAX_CHUNK. A worker that exceeds the time limit, or dies, costs exactly the call it was busy with: its other
+calls go back to the queue, and a new process takes its place.
 """
 
 import contextlib
@@ -14,47 +15,52 @@ import socket
 import threading
 import time
 from collections import deque
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any, Literal
 
-from rewards.registry import RewardsConfig
-from rewards.worker import Worker
+from rewards.registry import Example, RewardsConfig
+from rewards.worker import Worker, among
 
-MAX_CHUNK = 64  # tasks that a worker is sent at once
+MAX_CHUNK = 64  # completions that a worker is sent at once
 QUICK_SECONDS = 0.05  # what a chunk may take for the next one to be twice as large
 
 
 @dataclass(frozen=True)
 class Failure:
-    """One reward that could not be computed and counts as 0.0."""
+    """One reward that could not be computed and counts as 0.0; or that none applies, which makes a total of 0.0."""
 
     reward: str
-    kind: Literal["timeout", "exception", "crash", "not a number"]
+    kind: Literal["timeout", "exception", "crash", "not a number", "not a list", "none applies"]
     message: str
     completion: str
 
 
 @dataclass(frozen=True)
 class Grade:
-    """What one completion earned: `components` (reward name -> value) and `total`, their weighted sum."""
+    """What one completion earned: `components` by reward name, and `total`, the weighted sum of those that apply."""
 
     total: float
-    components: dict[str, float]
+    components: dict[str, float | None]  # None where the reward does not apply
     failures: list[Failure]
 
 
 @dataclass(eq=False)
 class _Request:
-    """A completion that is being graded, and what its tasks have come to."""
+    """A completion that is being graded, and what its rewards have come to."""
 
+    number: int  # of those submitted before it
     completion: str
-    payload: bytes  # pickled (completion, row), so that each reward gets a row of its own, which it may change
+    payload: bytes  # pickled (completion, row, prompt), so that each reward gets a row of its own, which it may change
+    weights: Mapping[str, float]  # of the rewards that grade it
+    options: Mapping[str, Any] | None = None  # None: those of the config
     future: Future[Grade] = field(default_factory=Future)
-    answers: dict[str, tuple[str, Any]] = field(default_factory=dict)  # reward name -> what Worker.receive returned
+    answers: dict[str, tuple[str, Any]] = field(default_factory=dict)  # reward name -> (kind, value or message)
 
 
-_Task = tuple[_Request, str]  # compute the reward of this name
+_Call = list[_Request]  # what the worker is to give to one reward together
 
 
 class RewardPool(contextlib.AbstractContextManager):
@@ -67,19 +73,19 @@ class RewardPool(contextlib.AbstractContextManager):
         `rewards.validate(config)` before, for messages about the settings themselves.
         """
         self._weights = dict(config.weights)
-        self._timeout = config.timeout_seconds
         setup = {
             "files": [os.path.abspath(os.path.expanduser(file)) for file in config.files],
             "rewards": {name: dict(config.options.get(name, {})) for name in config.weights},
-            # Twice the limit, so that the pool, which knows which task it kills a worker for, always comes first.
-            "alarm_seconds": 2 * config.timeout_seconds + 1,
+            "timeout_seconds": config.timeout_seconds,
+            "timeouts": dict(config.timeouts),
         }
         # What is sent here is never read: it ends every wait for a worker from then on.
         self._stop, self._stop_sender = socket.socketpair()
         self._workers = [Worker(setup, start_timeout_seconds, self._stop) for _ in range(config.processes)]
         self._threads = [threading.Thread(target=self._run, args=[worker], daemon=True) for worker in self._workers]
         self._changed = threading.Condition()  # guards all below, and what a _Request gathers
-        self._queue: deque[_Task] = deque()
+        self._queues: dict[str, deque[_Request]] = {name: deque() for name in config.weights}
+        self._submitted = 0
         self._pending: set[_Request] = set()
         self._ready = 0
         self._end: Exception | None = None  # why the pool takes no more completions
@@ -94,21 +100,35 @@ class RewardPool(contextlib.AbstractContextManager):
             self.close()
             raise
 
-    def submit(self, completion: str, row: dict) -> Future[Grade]:
+    def submit(self, completion: str, row: dict, prompt: str = "") -> Future[Grade]:
         """Grade one completion with every reward; returns at once. The future cannot be cancelled.
 
-        A reward that fails counts 0.0 and is listed in the grade's failures. Raises RuntimeError if the pool is
-        closed or a worker could not be started (the future does so if that happens later), and what pickle raises
-        for a row that cannot be sent.
+        prompt: its text, for rewards in TRL's form that ask for it. A reward that fails counts 0.0 and is listed in the
+        grade's failures; so is that no reward with a weight applies. Raises RuntimeError if the pool is closed or a
+        worker could not be started (the future does so if that happens later), and what pickle raises for a row that
+        cannot be sent.
         """
-        request = _Request(completion, pickle.dumps((completion, row)))
-        request.future.set_running_or_notify_cancel()
+        return self._submit(completion, row, prompt, self._weights)
+
+    def submit_example(self, name: str, example: Example) -> Future[Grade]:
+        """Grade one example with the reward `name` of this pool alone; its prompt is the row's column `prompt`."""
+        prompt = example.row.get("prompt", "")
+        return self._submit(example.completion, example.row, prompt, {name: 1.0}, example.options)
+
+    def _submit(
+        self, completion: str, row: dict, prompt: str, weights: Mapping[str, float], options: Mapping | None = None
+    ) -> Future[Grade]:
+        payload = pickle.dumps((completion, row, prompt))
         with self._changed:
             if self._end:
                 raise RuntimeError(str(self._end))
+            self._submitted += 1
+            request = _Request(self._submitted, completion, payload, weights, options)
+            request.future.set_running_or_notify_cancel()
             self._pending.add(request)
-            self._queue.extend((request, name) for name in self._weights)
-            self._changed.notify(len(self._weights))
+            for name in request.weights:
+                self._queues[name].append(request)
+            self._changed.notify(len(request.weights))
         return request.future
 
     def close(self) -> None:
@@ -136,53 +156,73 @@ class RewardPool(contextlib.AbstractContextManager):
     def _run(self, worker: Worker) -> None:
         """The life of a worker's thread."""
         try:
-            worker.start()
+            about = worker.start()
             with self._changed:
                 self._ready += 1
                 self._changed.notify_all()
-            chunk = 1
-            while tasks := self._take(chunk):
+            chunks = dict.fromkeys(about, 1)
+            while taken := self._take(about, chunks):
+                name, calls = taken
                 started = time.monotonic()
-                self._grade(worker, tasks)
+                self._grade(worker, name, calls, patience=about[name][1])
                 # To wake up for every task costs more than a quick reward itself. Slow ones are taken one at a time,
                 # so that no worker sits on tasks that others could take.
-                chunk = min(2 * chunk, MAX_CHUNK) if time.monotonic() - started < QUICK_SECONDS else 1
+                quick = time.monotonic() - started < QUICK_SECONDS
+                chunks[name] = min(2 * chunks[name], MAX_CHUNK) if quick else 1
         except Exception as error:  # noqa: BLE001 - whatever ends this thread must end the waiting for its answers
             self._finish(error)
         finally:
             worker.kill()
 
-    def _take(self, chunk: int) -> deque[_Task]:
-        """Wait for tasks and take up to `chunk`, fewer where the queue is short; none once the pool has ended."""
+    def _take(
+        self, about: Mapping[str, tuple[bool, float]], chunks: Mapping[str, int]
+    ) -> tuple[str, deque[_Call]] | None:
+        """Wait for completions and take the calls of the reward that waits longest; None once the pool has ended."""
         with self._changed:
-            self._changed.wait_for(lambda: self._queue or self._end)
-            size = min(chunk, math.ceil(len(self._queue) / (2 * len(self._workers))))
-            return deque() if self._end else deque(self._queue.popleft() for _ in range(size))
+            self._changed.wait_for(lambda: self._end or any(self._queues.values()))
+            if self._end:
+                return None
+            name = min(filter(self._queues.get, self._queues), key=lambda name: self._queues[name][0].number)
+            queue, together = self._queues[name], about[name][0]
+            share = math.ceil(len(queue) / (2 * len(self._workers)))
+            size = min(MAX_CHUNK, len(queue)) if together else min(chunks[name], share)
+            requests = [queue.popleft() for _ in range(size)]
+        if not together:
+            return name, deque([request] for request in requests)
+        return name, deque(list(alike) for _, alike in groupby(requests, key=lambda request: request.options))
 
-    def _grade(self, worker: Worker, tasks: deque[_Task]) -> None:
-        """Have the worker do `tasks`. If it dies or is late, the rest goes back to the queue and it starts anew."""
-        # One that died while it had nothing to do is replaced before a task could be blamed for it.
+    def _grade(self, worker: Worker, name: str, calls: deque[_Call], patience: float) -> None:
+        """Have the worker make `calls`. If it dies or is late, the rest goes back to the queue and it starts anew."""
+        # One that died while it had nothing to do is replaced before a call could be blamed for it.
         if worker.is_dead():
             worker.start()
-        worker.send(pickle.dumps([(name, request.payload) for request, name in tasks]))
-        while tasks:
-            kind, result = worker.receive(self._timeout)
-            self._answer(*tasks.popleft(), (kind, result))
-            if kind in ("timeout", "crash"):
+        worker.send(pickle.dumps([(name, call[0].options, [request.payload for request in call]) for call in calls]))
+        while calls:
+            kind, answers = worker.receive(patience)
+            call = calls.popleft()
+            if kind != "graded":
+                answers = [(kind, answers + among(len(call)))] * len(call)
+            for request, answer in zip(call, answers, strict=True):
+                self._answer(request, name, answer)
+            if kind != "graded":
                 with self._changed:
-                    self._queue.extendleft(reversed(tasks))
-                    self._changed.notify(len(tasks))
-                return worker.start()
+                    self._queues[name].extendleft(request for call in reversed(calls) for request in reversed(call))
+                    self._changed.notify(len(calls))
+                worker.start()
+                return
 
     def _answer(self, request: _Request, name: str, answer: tuple[str, Any]) -> None:
-        """Note the answer to one task; the last one of a completion completes its grade."""
+        """Note what one reward gave; the last one of a completion completes its grade."""
         with self._changed:
             request.answers[name] = answer
-            if len(request.answers) < len(self._weights) or self._end:
+            if len(request.answers) < len(request.weights) or self._end:
                 return
             self._pending.remove(request)
-        answers = [(name, *request.answers[name]) for name in self._weights]
+        answers = [(name, *request.answers[name]) for name in request.weights]
         components = {name: result if kind == "ok" else 0.0 for name, kind, result in answers}
-        total = sum(weight * components[name] for name, weight in self._weights.items())
+        total = sum(weight * (components[name] or 0.0) for name, weight in request.weights.items())
         failed = sorted(answer for answer in answers if answer[1] != "ok")
+        weighed = [name for name, weight in request.weights.items() if weight] or list(components)
+        if all(components[name] is None for name in weighed):
+            failed.append((", ".join(weighed), "none applies", "returned None, and no other reward applies"))
         request.future.set_result(Grade(total, components, [Failure(*answer, request.completion) for answer in failed]))

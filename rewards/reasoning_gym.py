@@ -10,8 +10,16 @@ from typing import Any
 
 from rewards.registry import register
 
+ROW = {"entry": repr({"task": "chain_sum", "options": {}, "question": "3 + 4 = ?", "answer": "7", "metadata": {}})}
+EXAMPLES = [
+    ("7", ROW, 1.0),
+    ("<answer> 7 </answer>", ROW, 1.0, {"tag": "answer"}),
+    ("It is 7.", ROW, 1.0, {"pattern": "-?[0-9]+"}),
+    ("7", ROW, 0.0, {"tag": "answer"}),
+]
 
-@register("reasoning_gym", needs=("entry",), imports=("reasoning_gym",))
+
+@register("reasoning_gym", needs=("entry",), imports=("reasoning_gym",), examples=EXAMPLES)
 def reasoning_gym(completion: str, row: dict, *, tag: str = "", pattern: str = "") -> float:
     """The task's score, 0 to 1, of the whole completion, or of what stands in the last <tag>...</tag> (0 without).
 

@@ -1,4 +1,4 @@
-"""The registry of rewards (names, options, columns of a row they need), and the settings that choose among them."""
+"""The registry of rewards (forms, options, columns of a row they need), and the settings that choose among them."""
 
 import difflib
 import functools
@@ -10,57 +10,150 @@ import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
-RewardFunction = Callable[..., float]
+RewardFunction = Callable[..., Any]
+NOT_GIVEN = ("completion_ids", "trainer_state", "log_metric", "log_extra")  # what only TRL's own trainer can pass
+
+
+class Example(NamedTuple):
+    """What a reward gives to a completion: `value`, None where it does not apply, with `options` alone."""
+
+    completion: str
+    row: dict
+    value: float | None
+    options: Mapping[str, Any] = {}
 
 
 @dataclass(frozen=True)
 class Reward:
     """A registered reward and where it is defined."""
 
-    function: RewardFunction  # (completion: str, row: dict, **options) -> float
-    options: tuple[str, ...]  # names of its keyword-only parameters
+    name: str
+    function: RewardFunction
+    form: Literal["plain", "batched", "TRL"]  # how the function is called: see register
+    options: tuple[str, ...]  # names of its parameters with defaults
     needs: tuple[str, ...]  # columns of the row that it reads
     imports: tuple[str, ...]  # modules that it imports when it is called
+    seconds: float | None  # a limit of its own
+    examples: tuple[Example, ...]
     file: Path
     line: int
+    check: Callable[..., None] | None = None  # raises ValueError for options that cannot work
+
+    @property
+    def is_async(self) -> bool:
+        return inspect.iscoroutinefunction(self.function)
+
+    def missing_imports(self) -> list[str]:
+        """Of its imports those that are not installed."""
+        return [module for module in self.imports if find_spec(module) is None]
+
+    def call(self, samples: Sequence[tuple[str, dict, str]], options: Mapping[str, Any]) -> Any:
+        """What it returns, if async once awaited, for (completion, row, prompt)s: a value if plain, else a list."""
+        if self.form == "plain":
+            [(completion, row, _)] = samples
+            return self.function(completion, row, **options)
+        completions, rows, prompts = map(list, zip(*samples, strict=True))
+        if self.form == "batched":
+            return self.function(completions, rows, **options)
+        columns = {column: [row.get(column) for row in rows] for column in dict.fromkeys(chain(*rows))}
+        given = {**columns, **options, "prompts": prompts, "completions": completions}
+        parameters = inspect.signature(self.function).parameters
+        takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        return self.function(**{name: value for name, value in given.items() if takes_all or name in parameters})
 
 
 REGISTRY: dict[str, Reward] = {}
 
 
-def register(name: str, *, needs: Sequence[str] = (), imports: Sequence[str] = ()) -> Callable:
-    """Register the decorated function `(completion: str, row: dict, *, option=default, ...) -> float`.
+def register(
+    name: str,
+    *,
+    needs: Sequence[str] = (),
+    imports: Sequence[str] = (),
+    seconds: float | None = None,
+    examples: Sequence[tuple] = (),
+    check: Callable[..., None] | None = None,
+) -> Callable:
+    """Register the decorated function, which may be `async def`, in the form that its parameters tell:
 
+    - plain: `(completion: str, row: dict, *, option=default, ...) -> float | None`
+    - batched: `(completions: list[str], rows: list[dict], *, option=default, ...) -> list[float | None]`
+    - TRL's: `(completions, **columns)`, with any of `prompts` (the text that was tokenised) and columns of the row by
+      name, each a list with one entry a completion. Completions are strings, with conversations too. Columns without a
+      default are needs; a parameter with one takes an option, else the column of its name if there is one.
+
+    None stands for a completion that the reward does not apply to: it is left out of its mean and of the total.
     needs: columns of the row that it reads; a run whose data lacks one stops before it starts.
     imports: heavy modules that it imports in its body. Workers import them when they start, so that the first grade
     is not charged (or killed) for the import.
-    Raises ValueError for a name that is taken and for a signature that cannot be called this way.
+    seconds: a limit of its own in the place of rewards.timeout_seconds, for what is slow by nature.
+    examples: (completion, row, value) or (completion, row, value, options); a run refuses a reward that fails one.
+    check: called with the config's options before a run; raises ValueError where they cannot work on this machine.
+    Raises ValueError for a name that is taken, a signature that cannot be called this way and examples of no such form.
     """
     if isinstance(needs, str) or isinstance(imports, str):
         raise ValueError(f"Reward {name!r}: needs and imports are lists of names, such as needs=('answer',).")
+    if seconds is not None and not 0 < seconds < math.inf:
+        raise ValueError(f"Reward {name!r}: seconds is {seconds}: it must be a positive number.")
 
     def add(function: RewardFunction) -> RewardFunction:
-        parameters = list(inspect.signature(function).parameters.values())
-        given, options = parameters[:2], parameters[2:]
-        positional = [p for p in given if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-        if len(positional) < 2 or any(p.kind is not p.KEYWORD_ONLY or p.default is p.empty for p in options):
-            raise ValueError(
-                f"Reward {name!r} cannot be called as {function.__name__}(completion, row): give it these two "
-                "parameters, and options as keyword-only parameters with defaults after a *."
-            )
+        form, options, columns = _read_signature(name, function)
         file, line = Path(function.__code__.co_filename).resolve(), function.__code__.co_firstlineno
         known = REGISTRY.get(name)
         # The same line of the same file again is that file being imported a second time, not a second reward.
         if known and (known.file, known.line) != (file, line):
             places = f"at {known.file}:{known.line} and at {file}:{line}"
             raise ValueError(f"Reward {name!r} is registered twice, {places}: give one of them another name.")
-        REGISTRY[name] = Reward(function, tuple(p.name for p in options), tuple(needs), tuple(imports), file, line)
+        shown = tuple(_read_example(name, example, options) for example in examples)
+        all_needs = tuple(dict.fromkeys((*needs, *columns)))
+        rest = tuple(imports), seconds, shown, file, line, check
+        REGISTRY[name] = Reward(name, function, form, options, all_needs, *rest)
         return function
 
     return add
+
+
+def _read_signature(name: str, function: RewardFunction) -> tuple[str, tuple[str, ...], list[str]]:
+    """The form of a reward's function, its options, and the columns that it names."""
+    parameters = list(inspect.signature(function).parameters.values())
+    first = [p.name for p in parameters[:2]]
+    if "completions" in [p.name for p in parameters] and first != ["completions", "rows"]:
+        if any(p.kind in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL) for p in parameters):
+            raise ValueError(
+                f"Reward {name!r} cannot be called as {function.__name__}(completions=..., COLUMN=...): give it "
+                "parameters that can be passed by name."
+            )
+        named = [p for p in parameters if p.kind is not p.VAR_KEYWORD and p.name not in ("prompts", "completions")]
+        columns = [p.name for p in named if p.default is p.empty]
+        for asked in set(NOT_GIVEN).intersection(columns):
+            way_out = f"give it a default, such as {asked}=None, or do without it"
+            raise ValueError(f"Reward {name!r} asks for {asked}, which only TRL's own trainer passes: {way_out}.")
+        return "TRL", tuple(p.name for p in named if p.default is not p.empty), columns
+    given, options = parameters[:2], parameters[2:]
+    positional = [p for p in given if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if len(positional) < 2 or any(p.kind is not p.KEYWORD_ONLY or p.default is p.empty for p in options):
+        raise ValueError(
+            f"Reward {name!r} cannot be called as {function.__name__}(completion, row): give it these two parameters, "
+            "or completions and rows for many at once, and options as keyword-only parameters with defaults after a *."
+        )
+    return "batched" if first == ["completions", "rows"] else "plain", tuple(p.name for p in options), []
+
+
+def _read_example(name: str, given: Any, options: Sequence[str]) -> Example:
+    try:
+        example = Example(*given)
+    except TypeError:
+        example = None
+    kinds = str, dict, int | float | None, Mapping
+    if isinstance(given, str) or example is None or not all(map(isinstance, example, kinds)):
+        form = "(completion, row, value) or (completion, row, value, options), such as ('4', {'answer': '4'}, 1.0)"
+        raise ValueError(f"Reward {name!r} has the example {given!r:.200}, which is not {form}.")
+    _check_options(name, options, example.options)
+    return example
 
 
 def names() -> list[str]:
@@ -84,30 +177,40 @@ def find(name: str) -> Reward:
 
 
 def get(name: str, **options: Any) -> RewardFunction:
-    """The reward `name` with `options` as (completion, row) -> float; ValueError for an unknown name or option."""
+    """The function of the reward `name` with `options`, in its form; ValueError for an unknown name or option."""
     reward = find(name)
-    for option in options:
-        if not reward.options:
-            raise ValueError(f"Reward {name!r} has no option {option!r}: it takes none.")
-        if option not in reward.options:
-            near = difflib.get_close_matches(option, reward.options, n=1, cutoff=0.0)[0]
-            takes = ", ".join(reward.options)
-            raise ValueError(f"Reward {name!r} has no option {option!r}, the nearest is {near!r}: it takes {takes}.")
+    _check_options(name, reward.options, options)
     return functools.partial(reward.function, **options)
 
 
+def _check_options(name: str, known: Sequence[str], given: Collection[str]) -> None:
+    for option in given:
+        if not known:
+            raise ValueError(f"Reward {name!r} has no option {option!r}: it takes none.")
+        if option not in known:
+            near, takes = difflib.get_close_matches(option, known, n=1, cutoff=0.0)[0], ", ".join(known)
+            raise ValueError(f"Reward {name!r} has no option {option!r}, the nearest is {near!r}: it takes {takes}.")
+
+
 def load_file(path: str | Path) -> None:
-    """Import a file from outside rewards/, once; raises ValueError where it is missing or registers nothing."""
+    """Import a file from outside rewards/, once; raises ValueError where it cannot be or registers nothing."""
     path = Path(path).expanduser().resolve()
     if any(reward.file == path for reward in REGISTRY.values()):
         return
     if not path.is_file() or path.suffix != ".py":
-        raise ValueError(f"rewards.files lists {path}, which is not a Python file: give the path of a .py file.")
+        why = "which is not a Python file: give the path of a .py file"
+        raise ValueError(f"rewards.files (or --file) lists {path}, {why}.")
     names()  # the built-in rewards come first, so that a clash of names is blamed on this file
     spec = spec_from_file_location(str(path), path)
     # dataclasses and pickle look a class's module up there.
     sys.modules[str(path)] = module = module_from_spec(spec)
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except ValueError:
+        raise
+    except Exception as error:
+        why = f"{type(error).__name__}: {error}"
+        raise ValueError(f"rewards.files (or --file) lists {path}, which fails to import with {why}") from error
     if not any(reward.file == path for reward in REGISTRY.values()):
         raise ValueError(f'{path} is listed in rewards.files but registers no reward: put @register("name") on one.')
 
@@ -129,7 +232,14 @@ class RewardsConfig:
     )
     processes: int = field(default=2, metadata={"doc": "Worker processes of each engine that grade side by side."})
     timeout_seconds: float = field(
-        default=5.0, metadata={"doc": "How long one reward may take on one completion before its worker is killed."}
+        default=5.0,
+        metadata={
+            "doc": "How long a reward may take on a completion (a batched one: a call) before its worker is killed."
+        },
+    )
+    timeouts: dict[str, float] = field(
+        default_factory=dict,
+        metadata={"doc": "Reward name -> its own limit in seconds, such as {judge: 120}; wins over what it asks for."},
     )
 
 
@@ -141,26 +251,26 @@ def validate(config: RewardsConfig) -> None:
         if not 0 < (value := getattr(config, key)) < math.inf:
             raise ValueError(f"rewards.{key} is {value}: it must be a positive number.")
     for file in config.files:
-        try:
-            load_file(file)
-        except ValueError:
-            raise
-        except Exception as error:
-            why = f"{type(error).__name__}: {error}"
-            raise ValueError(f"rewards.files lists {file}, which fails to import with {why}") from error
+        load_file(file)
     for name, weight in config.weights.items():
         if not math.isfinite(weight):
             raise ValueError(f"rewards.weights.{name} is {weight}: it must be a finite number.")
-        for module in find(name).imports:
-            if find_spec(module) is None:
-                raise ValueError(f"Reward {name!r} needs the Python package {module}: install it with pip.")
-    for name, options in config.options.items():
-        if name not in config.weights:
+        for module in find(name).missing_imports():
+            raise ValueError(f"Reward {name!r} needs the Python package {module}: install it with pip.")
+    for key in ("options", "timeouts"):
+        for name in getattr(config, key).keys() - config.weights.keys():
             near = difflib.get_close_matches(name, config.weights, n=1, cutoff=0.0)[0]
-            raise ValueError(f"rewards.options has {name!r}, which is not in rewards.weights: did you mean {near!r}?")
+            raise ValueError(f"rewards.{key} has {name!r}, which is not in rewards.weights: did you mean {near!r}?")
+    for name, seconds in config.timeouts.items():
+        if not 0 < seconds < math.inf:
+            raise ValueError(f"rewards.timeouts.{name} is {seconds}: it must be a positive number.")
+    for name, options in config.options.items():
         if not isinstance(options, Mapping):
             raise ValueError(f"rewards.options.{name} is {options!r}: it must hold option: value settings.")
         get(name, **options)
+    for name in config.weights:
+        if check := find(name).check:
+            check(**config.options.get(name, {}))
 
 
 def missing_columns(config: RewardsConfig, columns: Collection[str]) -> dict[str, list[str]]:

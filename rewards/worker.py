@@ -1,13 +1,18 @@
 """A worker process of the reward pool, seen from both ends: the pool uses Worker, the process runs `serve`.
 
-The pool sends pickles over the process's stdin, first the setup and then lists of tasks; the setup and each task are
+The pool sends pickles over the process's stdin, first the setup and then lists of calls; the setup and each call are
 answered with one line of JSON over stdout. A reward that prints writes to stderr, which the pool passes on.
+
+A call is (reward name, options, pickled samples), with one sample where the reward is plain. The samples of an async
+one are graded side by side, each under its own limit, in one event loop that lives as long as the worker, so that what
+a reward opens there stays open.
 
 The process is a fresh Python that imports `rewards` and nothing of the trainer (multiprocessing would import the main
 script again). It never outlives the trainer: when its stdin closes, a thread kills it and all that its rewards
 started. A reward in C code can keep that thread from running, and is ended by an alarm that the kernel delivers.
 """
 
+import asyncio
 import contextlib
 import dataclasses
 import faulthandler
@@ -24,6 +29,8 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from subprocess import PIPE, Popen, TimeoutExpired
 from typing import Any
@@ -31,6 +38,7 @@ from typing import Any
 from rewards import registry
 
 MAX_MESSAGE = 1000  # characters of what a reward raised or returned
+GRACE = 1.0  # seconds that an async call has to end by itself after its limit
 MAX_STDERR = 4000  # characters of stderr that are kept; a crash lists every extension module below its stack
 START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from rewards.worker import serve; serve()"
 
@@ -44,8 +52,11 @@ class Worker:
     stop: socket.socket  # ends every wait with a RuntimeError once it can be read
     process: Popen | None = None
 
-    def start(self) -> None:
-        """Start a process and wait until it has imported the rewards. Raises RuntimeError if it does not."""
+    def start(self) -> dict[str, tuple[bool, float]]:
+        """Start a process and wait until it has imported the rewards. Raises RuntimeError if it does not.
+
+        Returns of each reward whether one call grades many samples, and after how many seconds a call is late.
+        """
         self.kill()
         path = [str(entry) for entry in sys.path] + [str(Path(__file__).resolve().parent.parent)]
         # -P keeps the directory it is started in (it could be rewards/, with a math.py) from shadowing the stdlib.
@@ -60,10 +71,11 @@ class Worker:
             self._poll.register(readable, select.POLLIN)
         self.send(pickle.dumps(self.setup))
         kind, message = self.receive(self.start_timeout)
+        if kind == "ready":
+            return message
         if kind == "timeout":
             message = f"not ready after {self.start_timeout:g} seconds; stderr: {self._stderr.strip() or 'empty'}"
-        if kind != "ready":
-            raise RuntimeError(f"A reward worker could not be started: {message}")
+        raise RuntimeError(f"A reward worker could not be started: {message}")
 
     def is_dead(self) -> bool:
         # While it has nothing to do, the end of its stdout is all that can be read there.
@@ -131,7 +143,7 @@ class Worker:
 
 
 def serve() -> None:
-    """Read the setup, import the rewards and answer ["ready", None]; then answer tasks until stdin closes."""
+    """Read the setup, import the rewards and answer ["ready", ...]; then answer calls until stdin closes."""
     tasks_from, answers_to = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "w")
     # From here on the numbers 0 and 1 belong to the rewards: what they print or read is not the protocol.
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -143,34 +155,88 @@ def serve() -> None:
     setup = pickle.load(tasks_from)
     for file in setup["files"]:
         registry.load_file(file)
-    graders = {name: registry.get(name, **options) for name, options in setup["rewards"].items()}
-    for name in graders:
-        for module in registry.find(name).imports:
+    rewards = {name: registry.find(name) for name in setup["rewards"]}
+    for reward in rewards.values():
+        for module in reward.imports:
             importlib.import_module(module)
-    print(json.dumps(["ready", None]), file=answers_to, flush=True)
+    limits = {name: setup["timeouts"].get(name, r.seconds or setup["timeout_seconds"]) for name, r in rewards.items()}
+    about = {n: (r.is_async or r.form != "plain", limits[n] + GRACE * r.is_async) for n, r in rewards.items()}
+    loop = asyncio.new_event_loop()
+    print(json.dumps(["ready", about]), file=answers_to, flush=True)
 
     with contextlib.suppress(EOFError):
         while True:
-            for name, payload in pickle.load(tasks_from):
-                signal.setitimer(signal.ITIMER_REAL, setup["alarm_seconds"])
-                answer = _grade(graders[name], payload)
+            for name, options, payloads in pickle.load(tasks_from):
+                reward, limit = rewards[name], limits[name]
+                options = setup["rewards"][name] if options is None else options
+                # Twice the limit, so that the pool, which knows which call it kills a worker for, always comes first.
+                signal.setitimer(signal.ITIMER_REAL, 2 * limit + GRACE)
+                if reward.is_async:
+                    answers = loop.run_until_complete(_side_by_side(reward, options, payloads, limit))
+                else:
+                    answers = _answer(reward, options, payloads)
                 signal.setitimer(signal.ITIMER_REAL, 0)
-                print(json.dumps(answer), file=answers_to, flush=True)
+                print(json.dumps(["graded", answers]), file=answers_to, flush=True)
 
 
-def _grade(grader: registry.RewardFunction, payload: bytes) -> tuple[str, float | str]:
-    """Compute the reward of a pickled (completion, row): ("ok", number), or (kind of failure, message)."""
+_Answer = tuple[str, float | str | None]  # ("ok", what it is worth), or (kind of failure, message)
+
+
+def _answer(reward: registry.Reward, options: Mapping[str, Any], payloads: Sequence[bytes]) -> list[_Answer]:
+    """What one call of a reward gives to pickled (completion, row, prompt)s."""
     try:
-        value = grader(*pickle.loads(payload))
-        # bool, int and numpy's numbers are fine; a tensor, a string or None is a mistake in the reward.
-        number = float(value) if isinstance(value, numbers.Real) else math.nan
-        if not math.isfinite(number):
-            return "not a number", f"returned {value!r}"[:MAX_MESSAGE]
+        return _read(reward, reward.call([pickle.loads(payload) for payload in payloads], options), len(payloads))
     except (Exception, SystemExit) as error:  # noqa: BLE001 - a reward is anybody's code, and this is its report
-        where = traceback.extract_tb(error.__traceback__)[-1]
-        text = f"{type(error).__name__} at {where.filename}:{where.lineno}: {error}"
-        return "exception", text[:MAX_MESSAGE]
-    return "ok", number
+        return _raised(error, len(payloads))
+
+
+async def _side_by_side(
+    reward: registry.Reward, options: Mapping[str, Any], payloads: Sequence[bytes], limit: float
+) -> list[_Answer]:
+    """What an async reward gives: one call for all `payloads` where it is batched, else one for each."""
+
+    async def answer(payloads: Sequence[bytes]) -> list[_Answer]:
+        try:
+            async with asyncio.timeout(limit) as clock:
+                result = await reward.call([pickle.loads(payload) for payload in payloads], options)
+            return _read(reward, result, len(payloads))
+        except (Exception, SystemExit, asyncio.CancelledError) as error:  # noqa: BLE001 - as above
+            if isinstance(error, TimeoutError) and clock.expired():
+                return [("timeout", f"took longer than {limit:g} seconds{among(len(payloads))}")] * len(payloads)
+            return _raised(error, len(payloads))
+
+    calls = [[payload] for payload in payloads] if reward.form == "plain" else [payloads]
+    return list(chain(*await asyncio.gather(*map(answer, calls))))
+
+
+def _read(reward: registry.Reward, result: Any, count: int) -> list[_Answer]:
+    """The answers that a call for `count` samples returned."""
+    if reward.form == "plain":
+        return [_number(reward, result)]
+    if not isinstance(result, list | tuple) or len(result) != count:
+        given = f"a list of {len(result)}" if isinstance(result, list | tuple) else f"{result!r:.{MAX_MESSAGE // 2}}"
+        wanted = f"a list of {count}, a number or None for each of its completions"
+        return [("not a list", f"returned {given}: reward {reward.name!r} must return {wanted}")] * count
+    return [_number(reward, value) for value in result]
+
+
+def _number(reward: registry.Reward, value: Any) -> _Answer:
+    # bool, int and numpy's numbers are fine; a tensor or a string is a mistake in the reward.
+    if value is None or (isinstance(value, numbers.Real) and math.isfinite(value)):
+        return "ok", None if value is None else float(value)
+    wanted = "a finite number, or None where it does not apply"
+    return "not a number", f"returned {value!r:.{MAX_MESSAGE // 2}}: reward {reward.name!r} must return {wanted}"
+
+
+def _raised(error: BaseException, count: int) -> list[_Answer]:
+    where = traceback.extract_tb(error.__traceback__)[-1]
+    text = f"{type(error).__name__} at {where.filename}:{where.lineno}: {error}"
+    return [("exception", text[:MAX_MESSAGE] + among(count))] * count
+
+
+def among(count: int) -> str:
+    """What to add to the reason why a call for `count` samples failed."""
+    return f", in one call with {count - 1} other completion(s)" if count > 1 else ""
 
 
 def _end_with_parent(descriptor: int) -> None:

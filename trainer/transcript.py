@@ -30,7 +30,8 @@ def render(step: int, trajectories: Sequence[Trajectory]) -> str:
             lines += ["prompt:", _readable(prompt)]
         about = f"completion, reward {trajectory.reward:.3f}"
         if len(trajectory.components) > 1:
-            about += f" ({', '.join(f'{name} {value:.3f}' for name, value in trajectory.components.items())})"
+            shown = {name: "none" if value is None else f"{value:.3f}" for name, value in trajectory.components.items()}
+            about += f" ({', '.join(map(' '.join, shown.items()))})"
         if trajectory.finish_reason != "stop":
             about += f", cut ({trajectory.finish_reason})"
         lines += [f"{about}:", _readable(trajectory.response)]

@@ -13,9 +13,10 @@ from tensordict import TensorDict
 from transformers import PreTrainedTokenizerBase
 
 from grpo.batch import Trajectory, batch_of
+from grpo.config import ConfigError
 from grpo.data import Prompt
 from grpo.packing import balance
-from rewards import RewardPool, RewardsConfig
+from rewards import RewardPool, RewardsConfig, check_examples
 from workers.config import ModelConfig
 from workers.dispatch import Worker
 from workers.engines.config import RolloutConfig
@@ -41,10 +42,20 @@ def make_engine(
 
 
 class Grader:
-    """Grades with the rewards of `config`; a context manager. stop: ids that end a response, left out of its text."""
+    """Grades with the rewards of `config`; a context manager. stop: ids that end a response, left out of its text.
+
+    Raises ConfigError where a reward fails its own examples, which the workers of the pool are given first.
+    """
 
     def __init__(self, config: RewardsConfig, tokenizer: PreTrainedTokenizerBase, stop: Collection[int]) -> None:
         self.pool, self.tokenizer, self.stop = RewardPool(config), tokenizer, set(stop)
+        try:
+            check_examples(self.pool, config.weights)
+        except BaseException as error:
+            self.pool.close()
+            if isinstance(error, ValueError):
+                raise ConfigError(str(error)) from error
+            raise
 
     def __enter__(self) -> "Grader":
         return self
@@ -58,7 +69,8 @@ class Grader:
         if sampled and sampled[-1] in self.stop:
             sampled.pop()
         trajectory.response = self.tokenizer.decode(sampled)
-        grade = await asyncio.wrap_future(self.pool.submit(trajectory.response, trajectory.info))
+        graded = self.pool.submit(trajectory.response, trajectory.info, trajectory.prompt)
+        grade = await asyncio.wrap_future(graded)
         trajectory.reward, trajectory.components = grade.total, grade.components
         trajectory.failures = grade.failures
 

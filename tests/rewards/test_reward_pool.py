@@ -26,8 +26,8 @@ import ctypes, os, subprocess, sys, time
 from fractions import Fraction
 from rewards import register
 
-@register("length")
-def length(completion, row, *, scale=1.0):
+@register("characters")
+def characters(completion, row, *, scale=1.0):
     return len(completion) * scale
 
 @register("row")
@@ -53,7 +53,6 @@ def naughty(completion, row):
     if completion == "killed": os.kill(os.getpid(), 9)
     if completion == "nan": return float("nan")
     if completion == "inf": return float("inf")
-    if completion == "none": return None
     if completion == "text": return "1.0"
     if completion == "true": return True
     if completion == "fraction": return Fraction(1, 2)
@@ -115,14 +114,14 @@ def wait_until_gone(pids: list[int], seconds: float = 10.0) -> list[int]:
 
 
 def test_order_components_weights_and_options(file):
-    config = RewardsConfig(weights={"length": 0.5, "row": -2.0}, options={"length": {"scale": 3.0}})
+    config = RewardsConfig(weights={"characters": 0.5, "row": -2.0}, options={"characters": {"scale": 3.0}})
     config.files, config.processes, config.timeout_seconds = [file], 3, 60.0
     completions = ["x" * (i * 7 % 50) for i in range(500)]
     row = {"value": 0.25}
     with RewardPool(config) as pool:
         for rows in ([{"value": float(i)} for i in range(500)], [row] * 500):
             scores = score(pool, completions, rows)
-            assert scores.components["length"] == [3.0 * len(c) for c in completions]
+            assert scores.components["characters"] == [3.0 * len(c) for c in completions]
             assert scores.components["row"] == [r["value"] for r in rows]
             samples = zip(completions, rows, strict=True)
             assert scores.total == pytest.approx([1.5 * len(c) - 2 * r["value"] for c, r in samples])
@@ -159,7 +158,7 @@ def test_many_short_completions_take_milliseconds():
 
 
 def test_completions_come_from_many_threads_and_each_gets_its_own_answer(patient):
-    patient.weights = {"length": 2.0, "row": -1.0, "naughty": 0.0}
+    patient.weights = {"characters": 2.0, "row": -1.0, "naughty": 0.0}
 
     def grades(thread: int) -> list[rewards.Grade]:
         futures = [pool.submit("x" * (thread * 100 + i), {"value": float(i)}) for i in range(100)]
@@ -168,21 +167,21 @@ def test_completions_come_from_many_threads_and_each_gets_its_own_answer(patient
     with RewardPool(patient) as pool, ThreadPoolExecutor(8) as threads:
         for thread, answers in enumerate(threads.map(grades, range(8))):
             lengths = [float(thread * 100 + i) for i in range(100)]
-            components = [{"length": n, "row": float(i), "naughty": 1.0} for i, n in enumerate(lengths)]
+            components = [{"characters": n, "row": float(i), "naughty": 1.0} for i, n in enumerate(lengths)]
             totals = [2 * n - i for i, n in enumerate(lengths)]
             assert answers == [rewards.Grade(t, c, []) for t, c in zip(totals, components, strict=True)]
 
 
 def test_answers_come_in_any_order_and_a_failure_names_its_reward(patient):
-    patient.weights = {"naughty": 1.0, "length": 1.0}
+    patient.weights = {"naughty": 1.0, "characters": 1.0}
     with RewardPool(patient) as pool:
         slow, quick = pool.submit("nap", {}), pool.submit("raise", {})
         assert not slow.cancel()
         grade = quick.result(timeout=30.0)
         assert not slow.done()
-        assert (grade.total, grade.components) == (5.0, {"naughty": 0.0, "length": 5.0})
+        assert (grade.total, grade.components) == (5.0, {"naughty": 0.0, "characters": 5.0})
         assert [(f.reward, f.kind, f.completion) for f in grade.failures] == [("naughty", "exception", "raise")]
-        assert slow.result(timeout=30.0) == rewards.Grade(4.0, {"naughty": 1.0, "length": 3.0}, [])
+        assert slow.result(timeout=30.0) == rewards.Grade(4.0, {"naughty": 1.0, "characters": 3.0}, [])
 
 
 def test_while_one_grade_hangs_others_are_answered_and_close_ends_it(patient):
@@ -228,7 +227,6 @@ FAILURES = {
     "killed": ("crash", "signal 9"),
     "nan": ("not a number", "returned nan"),
     "inf": ("not a number", "returned inf"),
-    "none": ("not a number", "returned None"),
     "text": ("not a number", "returned '1.0'"),
     "sleep": ("timeout", "longer than 1 seconds"),
     "regex": ("timeout", "longer than 1 seconds"),
@@ -238,12 +236,12 @@ FAILURES = {
 
 def test_every_failure_costs_its_own_grade_and_no_other(config):
     completions = [completion for name in FAILURES for completion in ("fine", name, "fine", "fine")]
-    config.weights["length"] = 1.0
+    config.weights["characters"] = 1.0
     with RewardPool(config) as pool:
         scores = score(pool, completions)
         again = score(pool, ["fine"] * 40)
     assert scores.components["naughty"] == [0.0 if c in FAILURES else 1.0 for c in completions]
-    assert scores.components["length"] == [float(len(c)) for c in completions]
+    assert scores.components["characters"] == [float(len(c)) for c in completions]
     assert [f.completion for f in scores.failures] == list(FAILURES)
     assert [bool(grade.failures) for grade in scores.grades] == [c in FAILURES for c in completions]
     for failure in scores.failures:
@@ -289,12 +287,12 @@ def test_what_a_reward_prints_and_reads_is_not_the_protocol(patient, capsys):
 
 
 def test_rows_and_completions_of_any_kind_survive(patient):
-    patient.weights = {"length": 1.0, "row": 1.0}
+    patient.weights = {"characters": 1.0, "row": 1.0}
     # The first numpy value makes the worker import numpy.
     rows = [{"value": numpy.float32(2.5), "other": {1, 2}, "bytes": b"\xff"}, {"value": 1}]
     with RewardPool(patient) as pool:
         scores = score(pool, ["\ud800\x00\n", "é" * 1_000_000], rows)
-    assert scores.components == {"length": [3.0, 1e6], "row": [2.5, 1.0]}
+    assert scores.components == {"characters": [3.0, 1e6], "row": [2.5, 1.0]}
 
 
 def test_a_worker_that_dies_between_batches_is_replaced_unblamed(patient):
@@ -340,7 +338,7 @@ def sleepers() -> set[int]:
 
 
 def test_answers_that_nobody_waits_for_do_not_reach_the_next_batch(config):
-    config.weights = {"length": 1.0}
+    config.weights = {"characters": 1.0}
     with RewardPool(config) as pool:
         for _ in range(10):
             pool.submit("x" * 50, {})

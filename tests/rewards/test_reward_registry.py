@@ -45,7 +45,7 @@ def test_a_file_dropped_into_the_folder_is_all_it_takes(tmp_path):
     )
     code = (
         "import rewards\n"
-        "assert rewards.names() == ['countdown', 'math', 'polite', 'reasoning_gym'], rewards.names()\n"
+        "assert {'countdown', 'math', 'polite', 'reasoning_gym'} <= set(rewards.names()), rewards.names()\n"
         "assert rewards.get('polite', bonus=2.0)('yes please', {}) == 2.0\n"
         "with rewards.RewardPool(rewards.RewardsConfig(weights={'polite': 1.0}, processes=1)) as pool:\n"
         "    assert [pool.submit(text, {}).result().total for text in ('please', 'no')] == [1.0, 0.0]\n"
