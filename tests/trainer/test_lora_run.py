@@ -1,5 +1,6 @@
 """A run that trains adapters: it goes on exactly, its checkpoints are small, and its export is an ordinary model."""
 
+import peft
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -63,3 +64,25 @@ def test_an_export_is_the_merged_policy(model, start, run_main, countdown, monke
     logprobs = [each.gather(2, tokens[:, 1:, None])[:, :, 0] for each in logits]
     torch.testing.assert_close(logprobs[0], seen[0][:, 1:], rtol=1e-5, atol=1e-5)
     assert (logprobs[0] - logprobs[1]).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_exported_adapters_compute_in_peft_what_the_merged_export_does(dtype, start, run_main, countdown, tmp_path):
+    run = start("sft", "run", *LORA[:2], "actor.learning_rate=0.03", "actor.lora.targets=[q_proj, down_proj]")
+    assert run_main("export", run, tmp_path / "adapters", "--adapters", "--dtype", dtype) == 0
+    names = ["README.md", "adapter_config.json", "adapter_model.safetensors"]
+    assert sorted(path.name for path in (tmp_path / "adapters").iterdir()) == names
+    assert "LoRA adapters of rank 4, in " + dtype in (tmp_path / "adapters/README.md").read_text()
+    assert "LoRA adapters of rank 4, merged, in float32" in (run / "model/README.md").read_text()
+    base, merged = (
+        transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        for folder in (countdown / "model", run / "model")
+    )
+    tokens = torch.randint(2, 118, (3, 12), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        before, expected = base(tokens).logits, merged(tokens).logits
+        adapted = peft.PeftModel.from_pretrained(base, tmp_path / "adapters")(tokens).logits
+    near = 1e-5 if dtype == "float32" else 0.05
+    torch.testing.assert_close(adapted, expected, rtol=0, atol=near)
+    assert (expected - before).abs().max() > 20 * near
+    assert peft.PeftConfig.from_pretrained(tmp_path / "adapters").base_model_name_or_path == str(countdown / "model")

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -137,4 +138,54 @@ def test_an_export_is_the_policy_for_transformers(model, start, run_main, countd
     error = capsys.readouterr().err
     assert "no checkpoint of step 7: it has those of steps 1, 2." in error
     assert error.count("\n") == 1
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_an_export_in_another_type_and_in_shards(dtype, start, run_main, tmp_path, countdown):
+    run = start("train", "run", "data.eval=null")
+    assert run_main("export", run, tmp_path / "whole") == 0
+    assert run_main("export", run, tmp_path / "out", "--dtype", dtype, "--shard-size", "20KB") == 0
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 2
+    whole = load_file(tmp_path / "whole/model.safetensors")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    assert dict(loaded.named_parameters()).keys() == whole.keys()
+    for name, weight in loaded.named_parameters():
+        assert torch.equal(weight, whole[name].to(getattr(torch, dtype)))
+    # The trainer takes it as a model as well.
+    again = start("sft", "again", "steps=1", f"model.path={tmp_path / 'out'}")
+    assert (again / "model/README.md").read_text().count("supervised training") == 1
+
+
+def test_the_model_card_says_what_the_run_did(start, run_main, tmp_path, countdown):
+    run = start("train", "run", "evaluation.every=1", "checkpoint.every=1", "algorithm.preset=dr_grpo")
+    for step in (1, 2):
+        assert run_main("export", run, tmp_path / f"out{step}", "--step", step) == 0
+        card = (tmp_path / f"out{step}/README.md").read_text()
+        assert card.startswith("---\nlibrary_name: transformers\n---\n")  # a folder is no base_model of the hub's
+        table = [line for line in card.splitlines() if line.startswith("| ")]
+        facts = dict(line.strip("| ").split(" | ") for line in table[1:])
+        row = rows_of(run)[step]
+        assert float(facts["eval/accuracy"]) == pytest.approx(row["eval/accuracy"], rel=1e-5)
+        assert float(facts["eval/reward/mean"]) == pytest.approx(row["eval/reward/mean"], rel=1e-5)
+        assert facts["evaluated after step"] == str(step)
+        assert facts["run"] == f"run, step {step} of 2"
+        assert facts["trained from"] == str(countdown / "model")
+        assert facts["algorithm"].startswith("dr_grpo")
+        assert facts["trained on"] == str(countdown / "train.jsonl")
+        assert facts["rewards and weights"] == '{"digits": 1.0, "countdown": 0.5}'
+        assert facts["weights"] == "all trained, in float32"
+        assert f"grpo-trainer {version('grpo-trainer')}, torch {torch.__version__}" in facts["written by"]
+
+
+def test_what_cannot_be_exported(start, run_main, tmp_path, capsys):
+    run = start("train", "run", "steps=1", "data.eval=null")
+    for given, words in (
+        (["--adapters"], ["step-00000001 has no adapters", "leave out --adapters"]),
+        (["--shard-size", "5 gigs"], ["--shard-size=5 gigs", "5GB"]),
+    ):
+        capsys.readouterr()
+        assert run_main("export", run, tmp_path / "none", *given) == 2
+        error = capsys.readouterr().err
+        assert all(word in error for word in words), error
     assert not (tmp_path / "none").exists()
