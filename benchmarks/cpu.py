@@ -4,7 +4,7 @@
 
 In turns: the engine samples `samples` responses of `tokens` tokens to prompts of `prompt`, as `generate` does; the
 actor learns from as many rows of `tokens`, all but the first, as the model's own loss does, without the optimizer.
-Nothing is padded on either side. Settings, as key=value: samples, prompt, tokens, rounds.
+Nothing is padded on either side.
 """
 
 import asyncio
@@ -13,12 +13,14 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import transformers
 
+from benchmarks import read
 from grpo.algorithm import AlgorithmConfig
-from grpo.config import load, option
+from grpo.config import option
 from workers.actor import ActorWorker
 from workers.config import ActorConfig, ModelConfig
 from workers.engines.protocol import Response, Sampling
@@ -29,10 +31,10 @@ from workers.parallel.mesh import join, leave, make_training_layout
 
 @dataclass
 class Settings:
-    samples: int = option(16, "")
-    prompt: int = option(32, "")
-    tokens: int = option(128, "")
-    rounds: int = option(5, "")
+    samples: int = option(16, "responses sampled, and rows learned from")
+    prompt: int = option(32, "tokens of each prompt")
+    tokens: int = option(128, "tokens of each response and row")
+    rounds: int = option(5, "measured ones, after one that is not")
 
 
 def in_turns(ours: Callable[[], None], theirs: Callable[[], None], tokens: int, rounds: int, name: str) -> None:
@@ -53,8 +55,10 @@ def in_turns(ours: Callable[[], None], theirs: Callable[[], None], tokens: int, 
 
 
 def main() -> None:
-    path, *overrides = sys.argv[1:]
-    settings, device, model = load(Settings, None, overrides), torch.device("cpu"), ModelConfig(path=path)
+    path, *overrides = sys.argv[1:] or [""]
+    if not Path(path, "config.json").is_file():
+        sys.exit(f"error: '{path}' is no folder of a model, which comes first: see python -m benchmarks.cpu --help.")
+    settings, device, model = read(Settings, overrides), torch.device("cpu"), ModelConfig(path=path)
     join(device, 300.0)
     print(f"{torch.get_num_threads()} thread(s)")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)

@@ -3,8 +3,7 @@
     python -m benchmarks.head                                       # 32,768 tokens, Qwen2.5-1.5B's head
     python -m benchmarks.head tokens=512 vocabulary=1000 hidden=64 device=cpu
 
-Settings, as key=value: tokens, vocabulary, hidden, chunk (0: the trainer's), rounds, device. Full logits are those of
-a plain matrix product in the compute type with torch's cross entropy, forward and backward.
+Full logits are those of a plain matrix product in the compute type with torch's cross entropy, forward and backward.
 """
 
 import statistics
@@ -16,23 +15,24 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from grpo.config import load, option
+from benchmarks import read
+from grpo.config import option
 from workers.parallel.logprobs import Head, head_logprobs, head_loss
 from workers.parallel.mesh import pick_device
 
 
 @dataclass
 class Settings:
-    tokens: int = option(32768, "")
-    vocabulary: int = option(151936, "")
-    hidden: int = option(1536, "")
-    chunk: int = option(0, "")
-    rounds: int = option(5, "")
-    device: str = option("auto", "")
+    tokens: int = option(32768, "positions")
+    vocabulary: int = option(151936, "rows of the head")
+    hidden: int = option(1536, "width of the hidden states")
+    chunk: int = option(0, "positions at a time; 0: the trainer's")
+    rounds: int = option(5, "measured ones, after two that are not")
+    device: str = option("auto", "auto, cpu or cuda")
 
 
 def main() -> None:
-    settings = load(Settings, None, sys.argv[1:])
+    settings = read(Settings, sys.argv[1:])
     device = pick_device(settings.device)
     cuda = device.type == "cuda"
     dtype = torch.bfloat16 if cuda else torch.float32

@@ -3,7 +3,7 @@
     python -m benchmarks.rollout                                # 1.5B shape on one GPU, 64 x 8, 128 + 512 tokens
     python -m benchmarks.rollout shape=tiny device=cpu prompts=4 samples=2 response=32      # anywhere, in seconds
 
-Settings, as key=value: shape, prompts, samples, prompt, response (tokens), rounds, options (SGLang's own), folder.
+Each round has other prompts, which no cache knows.
 """
 
 import statistics
@@ -14,10 +14,10 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import shapes
+from benchmarks import read, shapes
 from benchmarks.shapes import make, random_prompts
 from grpo.algorithm import AlgorithmConfig
-from grpo.config import load, option
+from grpo.config import option
 from workers.actor import ActorWorker
 from workers.config import ActorConfig, ModelConfig
 from workers.engines.config import RolloutConfig
@@ -28,15 +28,15 @@ from workers.sharding import ShardingManager
 
 @dataclass
 class Settings(shapes.EngineSettings):
-    prompts: int = option(64, "")
-    samples: int = option(8, "")
-    prompt: int = option(128, "")
-    response: int = option(512, "")
-    rounds: int = option(4, "")
+    prompts: int = option(64, "in a rollout")
+    samples: int = option(8, "for each prompt")
+    prompt: int = option(128, "tokens of each prompt")
+    response: int = option(512, "tokens of each response")
+    rounds: int = option(4, "measured ones, after one that is not")
 
 
 def main() -> None:
-    settings = load(Settings, None, sys.argv[1:])
+    settings = read(Settings, sys.argv[1:])
     device = pick_device(settings.device)
     join(device, 300.0)
     model = ModelConfig(path=make(settings.shape, Path(settings.folder), device))

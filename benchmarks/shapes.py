@@ -1,8 +1,4 @@
-"""Models with the shapes of well-known ones and random weights, on disk, and the settings that benchmarks share.
-
-Settings of all, as key=value: shape, device, folder (where models are made); of those with an engine also
-memory_fraction and options (SGLang's own).
-"""
+"""Models with the shapes of well-known ones and random weights, on disk, and the settings that benchmarks share."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,15 +23,15 @@ SHAPES = {
 
 @dataclass
 class Settings:
-    shape: str = option("qwen2.5-1.5b", "")
-    device: str = option("auto", "")
-    folder: str = option("/tmp/shapes", "")
+    shape: str = option("qwen2.5-1.5b", "qwen2.5-0.5b, -1.5b, -7b, smollm2-135m or tiny", choices=tuple(SHAPES))
+    device: str = option("auto", "auto, cpu or cuda")
+    folder: str = option("/tmp/shapes", "where models are made")
 
 
 @dataclass
 class EngineSettings(Settings):
-    memory_fraction: float = option(0.4, "")
-    options: dict[str, Any] = option({}, "")
+    memory_fraction: float = option(0.4, "share of the GPU that the engine takes")
+    options: dict[str, Any] = option({}, "SGLang's own, such as {attention_backend: triton}")
 
 
 def make(shape: str, folder: Path, device: torch.device) -> str:

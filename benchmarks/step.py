@@ -4,8 +4,7 @@
     python -m benchmarks.step lengths=lognormal response=4096       # responses of a mean of 600 tokens, sigma 0.8
     torchrun --nproc-per-node 4 -m benchmarks.step prompts=256
 
-Settings, as key=value: shape, prompts, samples, prompt, response (tokens), lengths (forced or lognormal), rounds,
-memory_fraction, options (SGLang's own), folder, and the actor's own as actor.*.
+Settings of the actor's own are there too: actor.recompute=full.
 """
 
 import dataclasses
@@ -20,12 +19,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from benchmarks import shapes
+from benchmarks import read, shapes
 from benchmarks.shapes import make, random_prompts
 from grpo.advantages import compute_advantages
 from grpo.algorithm import AlgorithmConfig
 from grpo.batch import lengths_of
-from grpo.config import load, option
+from grpo.config import option
 from workers.actor import ActorWorker
 from workers.config import ActorConfig, ModelConfig
 from workers.engines.config import RolloutConfig
@@ -37,14 +36,14 @@ from workers.sharding import ShardingManager
 
 @dataclass
 class Settings(shapes.EngineSettings):
-    prompts: int = option(64, "")
-    samples: int = option(8, "")
-    prompt: int = option(128, "")
-    response: int = option(512, "")
-    lengths: str = option("forced", "")
-    rounds: int = option(3, "")
-    engine_tp: int = option(1, "")
-    actor: ActorConfig = option(ActorConfig, "")
+    prompts: int = option(64, "in a step")
+    samples: int = option(8, "for each prompt")
+    prompt: int = option(128, "tokens of each prompt")
+    response: int = option(512, "tokens of each response, or the most of them")
+    lengths: str = option("forced", "of responses: forced, or lognormal with a mean of 600 tokens")
+    rounds: int = option(3, "measured steps")
+    engine_tp: int = option(1, "processes that share an engine")
+    actor: ActorConfig = option(ActorConfig, "the actor's own settings (docs/config.md)")
 
 
 class UnevenEngine(SGLangEngine):
@@ -57,7 +56,7 @@ class UnevenEngine(SGLangEngine):
 
 
 def main() -> None:
-    settings = load(Settings, None, sys.argv[1:])
+    settings = read(Settings, sys.argv[1:])
     device = pick_device(settings.device)
     join(device, 300.0)
     world, controls = dist.get_world_size(), dist.get_rank() == 0

@@ -5,10 +5,7 @@
     torchrun --nproc-per-node 4 -m benchmarks.update shape=qwen2.5-7b length=2048 actor.tensor_parallel=2
     torchrun --nproc-per-node 4 -m benchmarks.update samples=512 length=600 spread=0.8
 
-Settings, as key=value: shape, tokens (for each data-parallel part), length of each sequence, samples (in all, instead
-of tokens), spread (sigma of log-normal lengths with that mean, cut at 4096, in turns with equal ones), prompt (tokens
-of each that are not learned from), attention (auto, torch or flash4), rounds, trace (a file for torch's profile of one
-update), folder, and the actor's own as actor.*.
+Settings of the actor's own are there too.
 """
 
 import resource
@@ -22,12 +19,12 @@ import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 
-from benchmarks import shapes
+from benchmarks import read, shapes
 from benchmarks.shapes import SHAPES, make
 from grpo.advantages import weigh_tokens
 from grpo.algorithm import AlgorithmConfig
 from grpo.batch import jagged, make_batch
-from grpo.config import load, option
+from grpo.config import option
 from workers.actor import ActorWorker
 from workers.config import ActorConfig, ModelConfig
 from workers.models.hub import compute_dtype, read_config
@@ -38,19 +35,19 @@ from workers.rollout import RolloutConfig
 
 @dataclass
 class Settings(shapes.Settings):
-    tokens: int = option(16384, "")
-    length: int = option(1024, "")
-    samples: int = option(0, "")
-    spread: float = option(0.0, "")
-    prompt: int = option(1, "")
-    attention: str = option("auto", "")
-    rounds: int = option(5, "")
-    trace: str = option("", "")
-    actor: ActorConfig = option(ActorConfig, "")
+    tokens: int = option(16384, "for each data-parallel part")
+    length: int = option(1024, "of each sequence")
+    samples: int = option(0, "in all, instead of tokens")
+    spread: float = option(0.0, "sigma of log-normal lengths of that mean, cut at 4096, in turns with equal ones")
+    prompt: int = option(1, "tokens of each that are not learned from")
+    attention: str = option("auto", "auto, torch or flash4")
+    rounds: int = option(5, "measured ones, after two that are not")
+    trace: str = option("", "a file for torch's profile of one update")
+    actor: ActorConfig = option(ActorConfig, "the actor's own settings (docs/config.md)")
 
 
 def main() -> None:
-    settings = load(Settings, None, sys.argv[1:])
+    settings = read(Settings, sys.argv[1:])
     device = pick_device(settings.device)
     join(device, 300.0)
     model = ModelConfig(path=make(settings.shape, Path(settings.folder), device), attention=settings.attention)

@@ -3,8 +3,6 @@
     python -m benchmarks.weight_sync                                              # 1.5B shape on one GPU
     torchrun --nproc-per-node 4 -m benchmarks.weight_sync shape=qwen2.5-7b actor_tp=1 engine_tp=4
 
-Settings, as key=value: shape, actor_tp, engine_tp, cycles (for each kind of release), soak (cycles after which memory
-is compared with that after the fifth; 0: none), bucket_megabytes, memory_fraction, options (SGLang's own), folder.
 Prints the median of each phase, the slowest rank's, beside a naive sync in the same engine: one collective a parameter.
 """
 
@@ -20,10 +18,10 @@ from rich.console import Console
 from rich.table import Table
 
 import workers.sharding
-from benchmarks import shapes
+from benchmarks import read, shapes
 from benchmarks.shapes import make, random_prompts
 from grpo.algorithm import AlgorithmConfig
-from grpo.config import load, option
+from grpo.config import option
 from workers.actor import ActorWorker
 from workers.config import ActorConfig, ModelConfig
 from workers.engines.config import RolloutConfig
@@ -36,11 +34,11 @@ from workers.sharding import ShardingManager
 
 @dataclass
 class Settings(shapes.EngineSettings):
-    actor_tp: int = option(1, "")
-    engine_tp: int = option(1, "")
-    cycles: int = option(10, "")
-    soak: int = option(0, "")
-    bucket_megabytes: int = option(512, "")
+    actor_tp: int = option(1, "processes that share an actor's layers")
+    engine_tp: int = option(1, "processes that share an engine")
+    cycles: int = option(10, "for each kind of release")
+    soak: int = option(0, "cycles after which memory is compared with that after the fifth; 0: none")
+    bucket_megabytes: int = option(512, "weights sent at once")
 
 
 def slowest(value: float) -> float:
@@ -102,7 +100,7 @@ def held(engine: SGLangEngine) -> tuple[int, int]:
 
 
 def main() -> None:
-    settings = load(Settings, None, sys.argv[1:])
+    settings = read(Settings, sys.argv[1:])
     device = pick_device(settings.device)
     join(device, 300.0)
     console = Console(width=120, quiet=dist.get_rank() != 0)

@@ -2,32 +2,37 @@
 #
 #   source examples/environment.sh EXTRAS        EXTRAS: "" or a list for pip such as "test" or "test,sglang"
 #
-# An active virtual environment is used as it is; otherwise one is made in .venv. A second start finds a stamp of what
-# was installed and asks pip nothing.
+# An active virtual environment is used as it is; otherwise one is made in .venv, or with PYTHON=python3.13 in
+# .venv-python3.13 by that interpreter. A second start finds a stamp of what was installed and asks pip nothing.
 
 fail() { echo "error: $*" >&2; exit 2; }
 
 set_up() {
-    local extras=$1 python="" candidate
-    if [ -z "${VIRTUAL_ENV:-}" ]; then
-        if [ ! -x "$root/.venv/bin/python" ]; then
-            for candidate in python3.12 python3.11 python3; do
-                if "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null; then
+    local extras=$1 folder=$root/.venv${PYTHON:+-${PYTHON##*/}} python="" candidate beyond=15 pythons="3.11 to 3.14"
+    # One of the packages that SGLang asks for has nothing newer.
+    [[ $extras != *sglang* ]] || beyond=13 pythons="3.11 or 3.12 (SGLang has nothing newer)"
+    local fits="import sys; sys.exit(not (3, 11) <= sys.version_info < (3, $beyond))"
+    if [ -z "${VIRTUAL_ENV:-}" ] || [ -n "${PYTHON:-}" ]; then
+        if [ ! -x "$folder/bin/python" ]; then
+            for candidate in ${PYTHON:-python3.12 python3.11 python3.13 python3.14 python3}; do
+                if "$candidate" -c "$fits" 2>/dev/null; then
                     python=$candidate
                     break
                 fi
             done
-            [ -n "$python" ] || fail "Python 3.11 or 3.12 is needed and neither is on the PATH: install one of them."
+            [ -n "$python" ] || fail "Python $pythons is needed, and ${PYTHON:-what is on the PATH} is not: install one of them."
             [ -w "$root" ] || fail "$root is not writable, so no .venv can be made there: activate an environment first."
-            "$python" -m venv "$root/.venv" 2>/dev/null ||
-                { rm -rf "$root/.venv"; fail "$python cannot make a virtual environment: install its venv module (python3-venv on Debian)."; }
+            "$python" -m venv "$folder" 2>/dev/null ||
+                { rm -rf "$folder"; fail "$python cannot make a virtual environment: install its venv module (python3-venv on Debian)."; }
         fi
-        VIRTUAL_ENV=$root/.venv
+        VIRTUAL_ENV=$folder
         PATH=$VIRTUAL_ENV/bin:$PATH
         export VIRTUAL_ENV PATH
+        made=$folder
     fi
-    python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null ||
-        fail "The environment $VIRTUAL_ENV has no Python 3.11 or 3.12: activate one that has."
+    unset PYTHON
+    python -c "$fits" 2>/dev/null ||
+        fail "Python $pythons is needed, and the environment $VIRTUAL_ENV has another: activate one that has it, or use PYTHON=python3.12."
     local stamp=$VIRTUAL_ENV/.grpo-trainer wanted
     # The path is part of it: an editable install points to one checkout.
     wanted="$root [$extras] $(cksum < "$root/setup.py")"
@@ -36,6 +41,11 @@ set_up() {
     python -m pip install --quiet --disable-pip-version-check --editable "$root${extras:+[$extras]}" ||
         fail "pip could not install the packages of $root/setup.py: see its message above; a package index must be reachable."
     echo "$wanted" >> "$stamp"
+}
+
+# How to get into the environment, where it is one of ours and not active.
+tell_environment() {
+    [ -z "$made" ] || echo "To go on from here: source $made/bin/activate; python -m trainer --help"
 }
 
 # What SEED and NPROC say, as $seed and $processes, and whether the arguments go on with an earlier run, as $overwrite.
@@ -55,6 +65,7 @@ trainer() {
     fi
 }
 
+made=""
 set_up "${1:-}"
 
 # Many small operations: a thread that spins while it waits steals the core from the one it waits for.

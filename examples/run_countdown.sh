@@ -55,3 +55,4 @@ else
         "data.train=runs/$name/data/train.jsonl" "data.eval=runs/$name/data/heldout.jsonl" \
         "seed=$seed" "tracking.name=$name/grpo" "checkpoint.overwrite=$overwrite" "$@"
 fi
+tell_environment

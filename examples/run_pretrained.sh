@@ -33,3 +33,4 @@ fi
 trainer train "$config" "model.path=$model" "seed=$seed" "tracking.name=$name/grpo" \
     "checkpoint.overwrite=$overwrite" "$@"
 python -m trainer plot "runs/$name/grpo" --out "runs/$name/curve.png"
+tell_environment

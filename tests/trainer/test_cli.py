@@ -5,7 +5,9 @@ import os
 import subprocess
 import sys
 from contextlib import nullcontext
+from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -60,6 +62,13 @@ def test_an_sglang_that_was_not_tried_is_refused_with_the_range_and_the_way_out(
     assert_names(said, f"SGLang {installed}", "0.5.17 up to, but not, 0.5.22", "pip install -e '.[sglang]'")
 
 
+def test_a_missing_sglang_is_told_with_the_line_that_installs_it_or_the_python_it_is_for(refusal, monkeypatch):
+    monkeypatch.setattr("workers.engines.config.version", lambda _: version("no-such-package"))
+    for python, words in (((3, 12), "use pip install -e '.[sglang]'"), ((3, 13), "nothing for a Python past 3.12")):
+        monkeypatch.setattr("workers.engines.config.sys", SimpleNamespace(version_info=python))
+        assert_names(refusal("rollout.engine=sglang"), "which is not installed", words)
+
+
 @pytest.mark.parametrize("command", ["train", "sft"])
 def test_what_can_work_gets_as_far_as_loading_weights(command, run_main, settings, tmp_path):
     with pytest.raises(AssertionError, match="weights were loaded"):
@@ -97,7 +106,7 @@ def test_what_can_work_gets_as_far_as_loading_weights(command, run_main, setting
         (["rewards.weights.math=1"], ["'math'", "'answer'", "prompt, numbers, target"]),
         (["evaluation.accuracy=math"], ["evaluation.accuracy=math", "countdown"]),
         (["rollout.engine=vllm"], ["rollout.engine='vllm'", "torch"]),
-        (["rollout.engine=sglang"], ["rollout.engine=sglang", "not installed", "pip install -e '.[sglang]'"]),
+        (["rollout.engine=sglang"], ["rollout.engine=sglang", "not installed"]),
         (["rollout.tensor_parallel=2"], ["rollout.tensor_parallel", "rollout.engine=sglang"]),
         (["rollout.engine=sglang", "rollout.tensor_parallel=2"], ["rollout.tensor_parallel=2", "1 process(es)"]),
         (["rollout.sglang={attention_backend: triton}"], ["rollout.sglang", "rollout.engine=sglang"]),

@@ -2,6 +2,7 @@
 
 import inspect
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -85,7 +86,9 @@ def check_sglang(options: Mapping[str, Any]) -> None:
     try:
         installed = version("sglang")
     except PackageNotFoundError as error:
-        raise ConfigError(f"rollout.engine=sglang needs SGLang, which is not installed: use {INSTALL}.") from error
+        newer = sys.version_info >= (3, 13)
+        way = "it has nothing for a Python past 3.12, so use another environment" if newer else f"use {INSTALL}"
+        raise ConfigError(f"rollout.engine=sglang needs SGLang, which is not installed: {way}.") from error
     numbers = tuple(int(part) for part in installed.split("+")[0].split(".")[:3] if part.isdigit())
     if not FIRST <= numbers < BEYOND:
         first, beyond = (".".join(map(str, edge)) for edge in (FIRST, BEYOND))
