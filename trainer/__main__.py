@@ -1,4 +1,4 @@
-"""The command line: python -m trainer train | sft | prove | data | algorithms | export | plot | settings."""
+"""The command line: python -m trainer COMMAND; --help lists the commands."""
 
 import argparse
 import os
@@ -8,9 +8,12 @@ import time
 import traceback
 from pathlib import Path
 
-from grpo.config import MAPPINGS, ConfigError, describe, load
-from trainer.config import RunConfig, SftConfig, TrainConfig
-from trainer.pulse import Pulse
+try:
+    from grpo.config import MAPPINGS, ConfigError, check_values, describe, load
+    from trainer.config import RunConfig, SftConfig, TrainConfig
+    from trainer.pulse import Pulse
+except ModuleNotFoundError as error:
+    sys.exit(f"error: the package {error.name} is missing: run pip install -e . in this project's folder.")
 
 COMMANDS = {
     "train": (TrainConfig, "reinforcement learning from rewards"),
@@ -64,7 +67,32 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     command.add_argument("folder", metavar="run", type=Path, help="the run's folder")
     command.add_argument("out", type=Path, help="the folder to write")
     command.add_argument("--step", type=int, help="the checkpoint's step; the newest otherwise")
+    command.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
+    command.add_argument("--shard-size", default="50GB", metavar="SIZE", help="the largest file, such as 5GB")
+    command.add_argument("--adapters", action="store_true", help="write a LoRA run's adapters alone, as a PEFT folder")
     command.set_defaults(run=export_run)
+    about = "accuracy, pass@k and majority@k of a model or a run on data.eval"
+    texts = {"help": about, "description": about, "epilog": settings_help(TrainConfig)}
+    command = commands.add_parser("eval", **texts, formatter_class=raw)
+    command.add_argument("model", help="a run's folder, or a model: a Hugging Face folder or hub name")
+    command.add_argument("config", nargs="?", help="YAML file of settings of train; a run's own where it is left out")
+    command.add_argument("overrides", nargs="*", metavar="key=value", help="settings that win over the file")
+    command.add_argument("--step", type=int, help="the run's checkpoint; the newest otherwise")
+    command.add_argument("--k", type=int, action="append", help="of pass@k, or several so; otherwise powers of two")
+    command.add_argument("--by", metavar="COLUMN", help="scores for each value of a column of the data as well")
+    command.add_argument("--out", type=Path, help="the JSON to write; otherwise eval.json in the run's folder, or here")
+    command.add_argument("--samples", type=Path, metavar="FILE", help="write the graded samples as jsonl")
+    command.set_defaults(run=evaluate)
+    about = "one answer of a model or a run, or a chat where no prompt is given"
+    command = commands.add_parser("generate", help=about, description=about)
+    command.add_argument("model", help="a run's folder, or a model: a Hugging Face folder or hub name")
+    command.add_argument("prompt", nargs="?", help="what to answer; otherwise standard input, or a chat in a terminal")
+    command.add_argument("--step", type=int, help="the run's checkpoint; the newest otherwise")
+    command.add_argument("--temperature", type=float, default=1.0, help="divides the logits; 0: greedy (default 1)")
+    command.add_argument("--max-tokens", type=int, default=1024, help="longest answer (default 1024)")
+    command.add_argument("--system", help="the system message, for models with a chat template")
+    command.add_argument("--seed", type=int, default=0)
+    command.set_defaults(run=generate)
     command = commands.add_parser("plot", help="draw learning curves")
     command.add_argument("runs", type=Path, nargs="+", help="the runs' folders, such as one a seed")
     command.add_argument("--out", type=Path, default=Path("curve.png"), help="the PNG to write")
@@ -72,9 +100,24 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     command = commands.add_parser("algorithms", help="list the algorithms, or print the formula and choices of one")
     command.add_argument("name", nargs="?", help="one of the list")
     command.set_defaults(run=show_algorithms)
+    command = commands.add_parser("rewards", help="list the rewards, or test them by their own examples")
+    command.add_argument("action", nargs="?", choices=["test"], help="run the examples; exit code 1 if one fails")
+    command.add_argument("names", nargs="*", metavar="name", help="rewards to test; all otherwise")
+    command.add_argument("--file", action="append", default=[], help="a Python file outside rewards/, or several so")
+    command.set_defaults(run=show_rewards)
+    command = commands.add_parser("doctor", help="what is installed, what of it fits together, and what mends the rest")
+    command.set_defaults(run=diagnose)
     command = commands.add_parser("settings", help="print all settings as Markdown")
     command.set_defaults(run=lambda given: print(settings_page()))
-    return parser.parse_args(arguments)
+    given, rest = parser.parse_known_args(arguments)
+    # What stands behind an option, argparse leaves over: settings of eval, the prompt of generate.
+    if "overrides" in given and all(re.match("[^-].*=", text) for text in rest):
+        given.overrides += rest
+    elif len(rest) == 1 and getattr(given, "prompt", "") is None and not rest[0].startswith("--"):
+        given.prompt = rest[0]
+    elif rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    return given
 
 
 def train(command: str, config_path: str | None, overrides: list[str]) -> None:
@@ -146,7 +189,52 @@ def export_run(given: argparse.Namespace) -> None:
     from trainer.checkpoint import export
 
     quiet()
-    print(f"{given.out} holds the policy of {export(given.folder, given.out, given.step)}.")
+    form = given.dtype, given.shard_size, given.adapters
+    print(f"{given.out} holds the policy of {export(given.folder, given.out, given.step, *form)}.")
+
+
+def evaluate(given: argparse.Namespace) -> None:
+    """Evaluate a model or a run's checkpoint on held-out prompts."""
+    config_path, overrides = given.config, given.overrides
+    if config_path is not None and "=" in config_path:
+        config_path, overrides = None, [config_path, *overrides]
+    if config_path is None and (Path(given.model) / "config.yaml").is_file():
+        config_path = Path(given.model) / "config.yaml"
+        if "\nrewards:" not in config_path.read_text():
+            raise ConfigError(f"{given.model} is of sft and says nothing of rewards: name a CONFIG of train behind it.")
+    config = load(TrainConfig, config_path, overrides)
+    samples, ks = config.evaluation.samples_per_prompt, given.k or [1]
+    if not 1 <= min(ks) <= max(ks) <= samples:
+        way_out = f"give --k from 1 to {samples}, or raise evaluation.samples_per_prompt to {max(ks)}"
+        raise ConfigError(f"--k={max(ks)} does not go with {samples} sample(s) of each prompt: {way_out}.")
+    if not config.data.eval:
+        raise ConfigError("data.eval is not set, and there is nothing to evaluate on: name a CONFIG that has it.")
+    for path in filter(None, (given.out, given.samples)):
+        if not path.parent.is_dir():
+            raise ConfigError(f"Cannot write {path}: there is no folder {path.parent}.")
+    with Pulse("importing torch and transformers") as pulse:
+        from trainer.evaluate import evaluate
+        from workers.parallel.mesh import join, leave, pick_device
+
+        quiet()
+        check_values(config)
+        config.check_sampling(int(os.environ.get("WORLD_SIZE", 1)))
+        device = pick_device(config.device)
+        join(device, config.timeout_seconds)
+        evaluate(given, config, device, pulse)
+    leave()
+
+
+def generate(given: argparse.Namespace) -> None:
+    """Answer a prompt with a model or a run's checkpoint, or chat."""
+    if given.temperature < 0 or given.max_tokens < 1:
+        raise ConfigError("--temperature must be at least 0, and --max-tokens at least 1.")
+    with Pulse("importing torch and transformers", lambda text: print(text, file=sys.stderr, flush=True)) as pulse:
+        from trainer.generate import generate
+        from workers.parallel.mesh import pick_device
+
+        quiet()
+        generate(given, pick_device("auto"), pulse)
 
 
 def plot_runs(given: argparse.Namespace) -> None:
@@ -164,8 +252,23 @@ def show_algorithms(given: argparse.Namespace) -> None:
     print(describe_algorithm(given.name) if given.name else list_algorithms())
 
 
+def show_rewards(given: argparse.Namespace) -> None:
+    """List the rewards, or run their examples."""
+    from trainer.rewards_report import report_rewards
+
+    if not report_rewards(given.names, given.file, test=given.action == "test"):
+        sys.exit(1)
+
+
+def diagnose(given: argparse.Namespace) -> None:
+    """Say what is installed and what does not fit; exit code 1 where something necessary does not."""
+    from trainer.doctor import doctor
+
+    sys.exit(not doctor())
+
+
 def quiet() -> None:
-    """No progress bars of libraries, nor warnings of torch and FlashAttention about calls of their own."""
+    """No progress bars of libraries, nor warnings of torch and FlashAttention that are none."""
     import logging
     import warnings
 
@@ -177,6 +280,7 @@ def quiet() -> None:
     for name in ("torch.fx._symbolic_trace", "torch.distributed.tensor._redistribute"):
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=UserWarning, module="cutlass")
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # where one process reads a checkpoint
 
 
 def main() -> None:
@@ -186,6 +290,8 @@ def main() -> None:
         arguments.run(arguments)
     except ConfigError as error:
         fail(error)
+    except BrokenPipeError:  # whoever read what was printed has seen enough, as `| head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except RuntimeError as error:
         if not (said := out_of_memory(error)):
             raise
