@@ -6,6 +6,7 @@ sampling, which replaces groups whose rewards are all equal by further prompts (
 """
 
 import math
+from collections.abc import Mapping
 
 import torch
 from tensordict import TensorDict
@@ -26,29 +27,61 @@ def _at_responses(mask: Tensor, values_N: Tensor) -> Tensor:
     return with_values(mask, torch.zeros(len(mask.values())).masked_scatter_(mask.values(), values_N.float()))
 
 
-def compute_advantages(batch: TensorDict | None, config: AlgorithmConfig) -> TensorDict | None:
+def signal_of(batch: TensorDict, config: AlgorithmConfig) -> Tensor:
+    """[B] float32: what groups are judged by, NaN for a sample that is left out as it could not be graded.
+
+    A penalty for length is no part of it, or a group without a right answer would learn length alone. Where
+    `config.signal_reward` does not apply, the total counts.
+    """
+    signal_B = batch["rewards"]
+    if config.signal_reward is not None:
+        component_B = batch[f"rewards/{config.signal_reward}"]
+        signal_B = component_B.where(~component_B.isnan(), signal_B)
+    if config.ungraded == "left_out" and "failures" in batch:
+        signal_B = signal_B.masked_fill(batch["failures"] > 0, torch.nan)
+    return signal_B
+
+
+def compute_advantages(
+    batch: TensorDict | None, config: AlgorithmConfig, weights: Mapping[str, float] | None = None
+) -> TensorDict | None:
     """Add the field `advantages` [B, *] float32: what each response token is worth by `config`, 0 elsewhere.
 
-    Reads rewards, group and response_mask, and where the KL term is part of the reward also old_logprobs and
-    ref_logprobs. Baselines of groups compare whole responses and subtract the KL of the whole response; the others
-    subtract at each token the KL of this token and those after it.
+    Reads rewards, group, response_mask, and failures and penalties [B] where there are any; old_logprobs and
+    ref_logprobs where the KL term is part of the reward, old_logprobs and teacher_logprobs where there is a teacher.
+    Baselines of groups compare whole responses and subtract the KL of the whole response; the others subtract at each
+    token the KL of this token and those after it. weights: of each reward, where config.combine needs them.
     """
     if batch is None:
         return None
-    mask, whole_B = batch["response_mask"], batch["rewards"].double()
-    seq_id_N = _seq_ids(mask)
+    mask = batch["response_mask"]
     _, group_B = batch["group"].unique(return_inverse=True)
-    to_go_N = whole_B[seq_id_N]
+    graded_B = ~signal_of(batch, config).isnan()
+    components_KB = [batch[f"rewards/{name}"].double().where(graded_B, torch.nan) for name in weights or ()]
+    total_B = apply("combine", config, batch["rewards"].double(), components_KB, (weights or {}).values(), group_B)
+    total_B = total_B + batch.get("penalties", torch.zeros(())).double()
+    seq_id_N = _seq_ids(mask)
+    old_N, ref_N, teacher_N = (
+        batch[name].values()[mask.values()].double() if name in batch else None
+        for name in ("old_logprobs", "ref_logprobs", "teacher_logprobs")
+    )
+    whole_B, to_go_N = total_B, total_B[seq_id_N]
     if config.kl_in_reward:
-        old_N, ref_N = (batch[name].values()[mask.values()].double() for name in ("old_logprobs", "ref_logprobs"))
         kl_N = config.kl_coefficient * apply("kl_estimator", config, old_N - ref_N)
         kl_B = sums_by(seq_id_N, kl_N, len(whole_B))
         # From this token to the response's end: the running sum at that end, less the running sum before this token.
         to_go_N = to_go_N - (kl_B.cumsum(0)[seq_id_N] - (kl_N.cumsum(0) - kl_N))
         whole_B = whole_B - kl_B
-    returns = Returns(to_go_N, whole_B, seq_id_N, group_B)
-    advantages_N = apply("baseline", config, returns)
-    batch["advantages"] = _at_responses(mask, advantages_N / apply("scale", config, returns, advantages_N))
+    graded_N = graded_B[seq_id_N]
+    advantages_N = to_go_N.new_zeros(len(to_go_N))
+    if graded_N.any():
+        place_B = graded_B.cumsum(0) - 1
+        group_B = group_B[graded_B].unique(return_inverse=True)[1]
+        returns = Returns(to_go_N[graded_N], whole_B[graded_B], place_B[seq_id_N[graded_N]], group_B)
+        advantages_N[graded_N] = apply("scale", config, apply("baseline", config, returns), returns)
+    if teacher_N is not None:
+        advantages_N = advantages_N - config.teacher_coefficient * (old_N - teacher_N)
+    batch["advantages"] = _at_responses(mask, advantages_N)
     return batch
 
 
@@ -56,18 +89,23 @@ def weigh_tokens(minibatch: TensorDict | None, config: AlgorithmConfig) -> Tenso
     """Add the field `loss_weights` [B, *] float32: what each response token's loss counts in that of the minibatch.
 
     Samples that `config` masks weigh nothing and do not count in any denominator; if it masks all, all weights are 0.
+    Where groups without signal are replaced, those that are left after the last round weigh nothing either.
     """
     if minibatch is None:
         return None
     mask = minibatch["response_mask"]
-    seq_id_N = _seq_ids(mask)
+    seq_id_N, group_B = _seq_ids(mask), torch.arange(len(minibatch))
     lengths_B = torch.bincount(seq_id_N, minlength=len(minibatch)).double()
     if config.mask_truncated:
         lengths_B[minibatch["truncated"]] = 0
-    if config.mask_no_signal:
+    if "rewards" in minibatch:  # demonstrations have neither these nor groups
         _, group_B = minibatch["group"].unique(return_inverse=True)
-        lengths_B[~groups_with_signal(minibatch["rewards"], group_B)[group_B]] = 0
-    weights_B = apply("aggregate", config, lengths_B).where(lengths_B > 0, 0.0)
+        signal_B = signal_of(minibatch, config)
+        if config.mask_no_signal or config.resample_rounds:
+            lengths_B[~groups_with_signal(signal_B, group_B)[group_B]] = 0
+        if config.teacher is None:  # which judges what the rewards could not
+            lengths_B[signal_B.isnan()] = 0
+    weights_B = apply("aggregate", config, lengths_B, group_B).where(lengths_B > 0, 0.0)
     minibatch["loss_weights"] = _at_responses(mask, weights_B[seq_id_N])
     return minibatch
 
@@ -78,9 +116,9 @@ def overlong_penalty(lengths_B: Tensor, longest: int, share: float) -> Tensor:
     return ((longest - buffer - lengths_B) / buffer).clamp(-1, 0).float()
 
 
-def prompts_missing(rounds: list[TensorDict], wanted: int) -> int:
+def prompts_missing(rounds: list[TensorDict], wanted: int, config: AlgorithmConfig) -> int:
     """How many further prompts should give the groups with signal that `rounds` lack of `wanted`; 0 where none do."""
-    signal = torch.cat([groups_with_signal(batch["rewards"], batch["group"]) for batch in rounds])
+    signal = torch.cat([groups_with_signal(signal_of(batch, config), batch["group"]) for batch in rounds])
     found = int(signal.sum())
     return min(wanted, math.ceil((wanted - found) * len(signal) / max(found, 1))) if found < wanted else 0
 
@@ -94,9 +132,9 @@ def join_rounds(rounds: list[TensorDict]) -> TensorDict:
     return concatenate(rounds) if len(rounds) > 1 else rounds[0]
 
 
-def keep_groups(batch: TensorDict, count: int) -> TensorDict:
+def keep_groups(batch: TensorDict, count: int, config: AlgorithmConfig) -> TensorDict:
     """The rows of `count` groups: the first with signal, and where those are too few the first of the others."""
     groups, group_B = batch["group"].unique(return_inverse=True)
-    signal_G = groups_with_signal(batch["rewards"], group_B)
+    signal_G = groups_with_signal(signal_of(batch, config), group_B)
     kept = (~signal_G).int().argsort(stable=True)[:count]
     return select(batch, torch.isin(batch["group"], groups[kept]).nonzero()[:, 0].tolist())

@@ -1,81 +1,12 @@
-"""What an algorithm is: choices (grpo/choices.py) with their settings, the published ones, and the sizes of batches."""
+"""What an algorithm is: choices (grpo/choices.py) with their settings, and the sizes of batches."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from grpo.choices import CHOICES
-from grpo.config import ConfigError, check_values, choose, nearest, option
-
-
-@dataclass(frozen=True)
-class Preset:
-    """A published algorithm: the settings in which it differs from grpo."""
-
-    paper: str
-    about: str
-    choices: dict[str, Any]
-
-
-KL_IN_REWARD = {"kl_in": "reward", "kl_estimator": "k1"}
-
-PRESETS = {
-    "grpo": Preset(
-        "DeepSeekMath, arXiv:2402.03300, equations 3 and 4",
-        "A response is worth what it is above the mean of its group, in standard deviations. "
-        "The paper has a KL term of 0.04; here it is 0 until algorithm.kl_coefficient says otherwise.",
-        {},
-    ),
-    "dr_grpo": Preset(
-        "Understanding R1-Zero-Like Training, arXiv:2503.20783, section 3.2",
-        "Neither the group's deviation nor the response's own length divides: both weigh some questions and some "
-        "lengths more than others.",
-        {"scale": "none", "aggregate": "constant"},
-    ),
-    "dapo": Preset(
-        "DAPO, arXiv:2503.14476, equations 8 to 13",
-        "More room to raise rare tokens, every token weighs the same, groups without signal are replaced, and what "
-        "comes near the longest length is punished. Its 20,480 tokens end with 4096 of punishment: a fifth. It samples "
-        "until it has its prompts; here the rounds are bounded.",
-        {"clip_high": 0.28, "aggregate": "token_mean", "resample_rounds": 10, "overlong_share": 0.2},
-    ),
-    "gspo": Preset(
-        "Group Sequence Policy Optimization, arXiv:2507.18071, equations 5 and 7",
-        "One ratio for a whole response, the geometric mean of its tokens', and clips as narrow as it needs.",
-        {"ratio": "sequence", "clip_low": 3e-4, "clip_high": 4e-4},
-    ),
-    "cispo": Preset(
-        "MiniMax-M1, arXiv:2506.13585, equations 4 and 5",
-        "The ratio weighs a token's gradient, bounded, and no token loses its gradient. The paper bounds it above "
-        "alone and names no number; here it is 5.",
-        {"clip": "cispo", "clip_low": 1.0, "clip_high": 4.0, "aggregate": "token_mean"},
-    ),
-    "rloo": Preset(
-        "Back to Basics, arXiv:2402.14740, equation 8",
-        "REINFORCE with the mean of the group's other responses as baseline; the KL term, where there is one, is part "
-        "of the reward.",
-        {"baseline": "leave_one_out", "scale": "none", "clip": "none", "aggregate": "sequence_sum", **KL_IN_REWARD},
-    ),
-    "reinforce++": Preset(
-        "REINFORCE++, arXiv:2501.03262, equations 8 to 10",
-        "No groups: the return of a token, less what the KL term takes from there on, is compared with those of the "
-        "whole batch.",
-        {"baseline": "batch_mean", "scale": "batch_std", **KL_IN_REWARD},
-    ),
-    "reinforce": Preset(
-        "Williams 1992, doi:10.1007/BF00992696",
-        "The return itself times the gradient of the log-probability. For rewards that have both signs.",
-        {"baseline": "none", "scale": "none", "clip": "none", "aggregate": "sequence_sum", **KL_IN_REWARD},
-    ),
-}
-
-
-def values_of(preset: str) -> dict[str, Any]:
-    """The settings that `preset` stands for; raises ConfigError for a name that is not a preset."""
-    if not isinstance(preset, str) or preset not in PRESETS:
-        near = nearest(str(preset), PRESETS)
-        hint = f"did you mean {near}?" if near else f"use one of {', '.join(PRESETS)}."
-        raise ConfigError(f"algorithm.preset={preset!r} is not an algorithm: {hint}")
-    return PRESETS[preset].choices
+from grpo.config import ConfigError, check_values, choose, option
+from grpo.presets import PRESETS, values_of
 
 
 def names_of(setting: str) -> str:
@@ -121,19 +52,38 @@ class AlgorithmConfig:
         "choices; `python -m trainer algorithms` lists them.",
         stands_for=values_of,
     )
+    combine: str = option(
+        "sum", f"How a sample's rewards become one: {names_of('combine')}, each by itself within its group."
+    )
     baseline: str = option("group_mean", f"What a reward is compared with: {names_of('baseline')}.")
     scale: str = option("group_std", f"What the difference is divided by: {names_of('scale')}.")
     ratio: str = option("token", f"What the ratio of new and old probability is of: {names_of('ratio')}.")
+    ratio_to: str = option(
+        "old",
+        "What the new probability is compared with: the trainer's own before the step (old), or what the engine "
+        "reported when it sampled (rollout), which needs no pass for old log-probabilities.",
+        choices=("old", "rollout"),
+    )
     clip: str = option("ppo", f"What bounds the ratio: {names_of('clip')}.")
-    clip_low: float = option(0.2, "The ratio is clipped below at 1 - clip_low.", at_least=0, at_most=1)
-    clip_high: float = option(0.2, "The ratio is clipped above at 1 + clip_high.", at_least=0)
+    clip_low: float = option(
+        0.2,
+        "The ratio is clipped below at 1 - clip_low; with dppo: how far a probability may fall.",
+        at_least=0,
+        at_most=1,
+    )
+    clip_high: float = option(
+        0.2, "The ratio is clipped above at 1 + clip_high; with dppo: how far a probability may rise.", at_least=0
+    )
+    sapo_positive: float = option(1.0, "How fast clip=sapo fades where the advantage is positive.", above=0)
+    sapo_negative: float = option(1.05, "The same where it is negative.", above=0)
     dual_clip: float = option(
         0.0, "With negative advantages the ratio counts as this much at most (arXiv:1912.09729 has 3); 0 for no bound."
     )
     aggregate: str = option(
         "sequence_mean",
-        f"How tokens become one loss: {names_of('aggregate')}. The last three are a mean over responses: of a "
-        "response's mean, of its sum, or of its sum over constant_length.",
+        f"How tokens become one loss: {names_of('aggregate')}. The first is a mean over tokens, the second over "
+        "prompts of their tokens' mean, the others over responses: of a response's mean, its sum, or its sum over "
+        "constant_length.",
     )
     constant_length: int | None = option(
         None, "What aggregate=constant divides by; null: rollout.max_response_tokens.", at_least=1
@@ -151,18 +101,49 @@ class AlgorithmConfig:
         "KL(policy, ref) (arXiv:2512.02556). Without it k2 has that gradient, and k3 has that of KL(ref, policy).",
     )
     entropy_coefficient: float = option(0.0, "Weight of the entropy bonus.", at_least=0)
+    drift_coefficient: float = option(
+        0.0, "Weight of log(pi / pi_old)^2, which holds the policy to what ratio_to names.", at_least=0
+    )
+    teacher: str | None = option(
+        None, "A model of the same tokenizer, folder or hub name, to learn from on the policy's own samples."
+    )
+    teacher_coefficient: float = option(
+        1.0, "What log(policy / teacher) of a token takes from its advantage, given a teacher.", above=0
+    )
     correction: str = option(
         "none",
         f"Weigh the policy's term by trainer / rollout probability: {names_of('correction')}. Weights are truncated "
-        "at correction_high, or masked outside correction_low to correction_high.",
+        "to correction_low to correction_high, or masked outside.",
     )
     correction_level: str = option("token", f"What the weight of the correction is of: {names_of('correction_level')}.")
     correction_high: float = option(2.0, "The largest weight of the correction.")
-    correction_low: float = option(0.0, "The smallest weight that correction=mask lets through.", at_least=0)
+    correction_low: float = option(0.0, "The smallest weight of the correction.", at_least=0)
+    reject_low: float = option(
+        0.0, "Leave out responses whose trainer / rollout probability, its geometric mean, is below this.", at_least=0
+    )
+    reject_high: float | None = option(None, "Leave out those where it is above this; null: none.", above=0)
+    off_policy_mask: float | None = option(
+        None,
+        "Leave out responses of negative advantage whose mean log(rollout / new probability) is above this "
+        "(DeepSeek-V3.2, arXiv:2512.02556, section 3.1); null: none.",
+        at_least=0,
+    )
     mask_truncated: bool = option(False, "Learn nothing from responses that were cut at their longest length.")
     mask_no_signal: bool = option(False, "Leave groups whose rewards are all equal out of the loss's denominator too.")
     resample_rounds: int = option(
-        0, "Most further rounds of prompts to replace groups of equal rewards; 0 keeps them.", at_least=0
+        0,
+        "Most further rounds of prompts to replace groups of equal rewards; 0 keeps them. Those that are left after "
+        "the last round fill the batch and weigh nothing.",
+        at_least=0,
+    )
+    signal_reward: str | None = option(
+        None, "The reward by which a group's rewards count as equal; null: the total, before any penalty."
+    )
+    ungraded: str = option(
+        "left_out",
+        "What a sample is worth that could not be graded: left_out of its group's mean and of the loss, as its reward "
+        "is unknown, or zero.",
+        choices=("left_out", "zero"),
     )
     overlong_share: float = option(
         0.0,
@@ -182,8 +163,19 @@ class AlgorithmConfig:
 
     def sees_whole_responses(self, off_policy: bool) -> bool:
         """Whether a token's loss needs those of its response's others; off_policy: old log-probabilities are there."""
-        corrected = self.correction != "none" and self.correction_level == "sequence"
-        return corrected or (self.ratio == "sequence" and off_policy)
+        corrected = self.correction != "none" and self.correction_level != "token"
+        masked = self.rejects or self.off_policy_mask is not None
+        return corrected or masked or (self.ratio == "sequence" and (off_policy or self.ratio_to == "rollout"))
+
+    @property
+    def rejects(self) -> bool:
+        """Whether responses are left out by their trainer / rollout probability."""
+        return self.reject_low > 0 or self.reject_high is not None
+
+    @property
+    def needs_policy_logprobs(self) -> bool:
+        """Whether advantages are made of the policy's log-probabilities before the update."""
+        return self.kl_in_reward or self.teacher is not None
 
     def changes(self) -> dict[str, tuple[Any, Any]]:
         """The settings that are not the preset's: name to (value, the preset's)."""
@@ -207,6 +199,7 @@ class AlgorithmConfig:
     def check_group_size(self, samples_per_prompt: int) -> None:
         """Raise ConfigError where a choice compares the samples of a prompt, and there is only one."""
         compares = {
+            "combine": self.combine == "normalised",
             "baseline": self.grouped,
             "mask_no_signal": self.mask_no_signal,
             "resample_rounds": self.resample_rounds,
@@ -229,16 +222,27 @@ class AlgorithmConfig:
             pair = f"algorithm.{first}={getattr(self, first)} and algorithm.{second}={getattr(self, second)}"
             raise ConfigError(f"{pair} contradict each other: {why}")
 
-        if self.scale == "group_std" and not self.grouped:
-            refuse("scale", "baseline", "a group's deviation is about the group's mean; use batch_std or none.")
-        if self.ratio == "sequence" and self.aggregate != "sequence_mean":
-            refuse("ratio", "aggregate", "a sequence's ratio is one number for all its tokens; use sequence_mean.")
-        if self.dual_clip and self.clip != "ppo":
-            refuse("dual_clip", "clip", "the second clip bounds what PPO's first leaves; use clip=ppo or dual_clip=0.")
+        for name in self.changes():
+            self._check_read(name, refuse)
+        if self.scale in ("group_std", "group_mean") and not self.grouped:
+            refuse("scale", "baseline", "it is about the group's mean; use token_std, sample_std or none.")
+        if self.scale == "group_mean":
+            below = {"combine": self.combine == "normalised", "overlong_share": self.overlong_share}
+            for name in [name for name, there in (below | {"kl_in": self.kl_in_reward}).items() if there]:
+                refuse("scale", name, "it makes rewards negative, whose mean cannot divide; use another scale.")
+        if self.ratio == "sequence" and self.clip == "dppo":
+            refuse("ratio", "clip", "the change of a probability is a token's own; use ratio=token.")
+        if self.ratio_to == "rollout" and (self.correction != "none" or self.rejects):
+            other = "correction" if self.correction != "none" else "reject_high" if self.reject_high else "reject_low"
+            refuse("ratio_to", other, "the ratio makes up for the engine's probabilities already; use ratio_to=old.")
         if self.dual_clip and self.dual_clip <= 1 + self.clip_high:
             refuse("dual_clip", "clip_high", "the second bound lies above 1 + clip_high; 3 is usual.")
         if self.correction_low >= self.correction_high:
             refuse("correction_low", "correction_high", "no weight lies between them.")
+        if self.reject_high is not None and self.reject_low >= self.reject_high:
+            refuse("reject_low", "reject_high", "no response lies between them.")
+        if self.teacher is None and "teacher_coefficient" in self.changes():
+            refuse("teacher_coefficient", "teacher", "without a teacher there is nothing to weigh; name one.")
         if not self.kl_coefficient:
             for name in ("kl_in", "kl_estimator", "kl_ratio"):
                 if name in self.changes():
@@ -252,6 +256,16 @@ class AlgorithmConfig:
         if self.kl_in == "loss" and self.kl_estimator == "k1" and not self.kl_ratio:
             refuse("kl_estimator", "kl_ratio", "k1's own gradient is 0 on average; use kl_ratio=true, k2 or k3.")
 
+    def _check_read(self, name: str, refuse: Callable[[str, str, str], None]) -> None:
+        """Refuse a setting that was changed though none of the choices reads it."""
+        if name == "correction_level" and self.correction == "none":
+            refuse(name, "correction", "there is nothing to weigh; set correction, or leave the level out.")
+        for setting, choices in CHOICES.items():
+            readers = [choice for choice in choices if name in choices[choice].uses]
+            if readers and getattr(self, setting) not in readers:
+                refuse(name, setting, f"it would do nothing; it is for {setting}={' or '.join(readers)}.")
 
-PRESET_SETTINGS = [name for name in AlgorithmConfig.__annotations__ if name not in ("preset", "constant_length")]
-"""The settings that make an algorithm, which a preset stands for; a length of responses is none."""
+
+OWN = ("preset", "constant_length", "teacher", "signal_reward")
+PRESET_SETTINGS = [name for name in AlgorithmConfig.__annotations__ if name not in OWN]
+"""The settings that make an algorithm, which a preset stands for; a length, a folder or a reward's name is none."""

@@ -1,6 +1,7 @@
 """The command line: python -m trainer COMMAND; --help lists the commands."""
 
 import argparse
+import json
 import os
 import re
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 try:
     from grpo.config import MAPPINGS, ConfigError, check_values, describe, load
     from trainer.config import RunConfig, SftConfig, TrainConfig
+    from trainer.death import STOPPED, Notice, Stopped
     from trainer.pulse import Pulse
 except ModuleNotFoundError as error:
     sys.exit(f"error: the package {error.name} is missing: run pip install -e . in this project's folder.")
@@ -66,7 +68,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     command = commands.add_parser("export", help="write a run's checkpoint as a Hugging Face folder")
     command.add_argument("folder", metavar="run", type=Path, help="the run's folder")
     command.add_argument("out", type=Path, help="the folder to write")
-    command.add_argument("--step", type=int, help="the checkpoint's step; the newest otherwise")
+    command.add_argument("--step", type=step_or_best, help="the checkpoint's step, or best; the newest otherwise")
     command.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
     command.add_argument("--shard-size", default="50GB", metavar="SIZE", help="the largest file, such as 5GB")
     command.add_argument("--adapters", action="store_true", help="write a LoRA run's adapters alone, as a PEFT folder")
@@ -77,7 +79,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     command.add_argument("model", help="a run's folder, or a model: a Hugging Face folder or hub name")
     command.add_argument("config", nargs="?", help="YAML file of settings of train; a run's own where it is left out")
     command.add_argument("overrides", nargs="*", metavar="key=value", help="settings that win over the file")
-    command.add_argument("--step", type=int, help="the run's checkpoint; the newest otherwise")
+    command.add_argument("--step", type=step_or_best, help="the run's checkpoint, or best; the newest otherwise")
     command.add_argument("--k", type=int, action="append", help="of pass@k, or several so; otherwise powers of two")
     command.add_argument("--by", metavar="COLUMN", help="scores for each value of a column of the data as well")
     command.add_argument("--out", type=Path, help="the JSON to write; otherwise eval.json in the run's folder, or here")
@@ -87,7 +89,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     command = commands.add_parser("generate", help=about, description=about)
     command.add_argument("model", help="a run's folder, or a model: a Hugging Face folder or hub name")
     command.add_argument("prompt", nargs="?", help="what to answer; otherwise standard input, or a chat in a terminal")
-    command.add_argument("--step", type=int, help="the run's checkpoint; the newest otherwise")
+    command.add_argument("--step", type=step_or_best, help="the run's checkpoint, or best; the newest otherwise")
     command.add_argument("--temperature", type=float, default=1.0, help="divides the logits; 0: greedy (default 1)")
     command.add_argument("--max-tokens", type=int, default=1024, help="longest answer (default 1024)")
     command.add_argument("--system", help="the system message, for models with a chat template")
@@ -120,6 +122,11 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     return given
 
 
+def step_or_best(text: str) -> int | str:
+    """What --step may be."""
+    return text if text == "best" else int(text)
+
+
 def train(command: str, config_path: str | None, overrides: list[str]) -> None:
     """Run `train`, `sft`, `data` or `prove`, all but `data` on the processes that torchrun started, if it did."""
     if config_path is not None and "=" in config_path:
@@ -127,6 +134,12 @@ def train(command: str, config_path: str | None, overrides: list[str]) -> None:
     if command == "data":
         return show_data(config_path, overrides)
     config = load(COMMANDS[command][0], config_path, overrides)
+    with Notice(config.checkpoint.grace_seconds) as notice:
+        train_on(command, config, notice)
+
+
+def train_on(command: str, config: SftConfig | TrainConfig, notice: Notice) -> None:
+    """Run `train`, `sft` or `prove` with its settings."""
     # Nothing that takes seconds to import comes before the settings have been read.
     with Pulse("importing torch and transformers") as pulse:
         from workers.dispatch import from_controller, on_controller
@@ -159,11 +172,11 @@ def train(command: str, config_path: str | None, overrides: list[str]) -> None:
         if command == "sft":
             from trainer.sft import run_sft
 
-            run_sft(config, device, run)
+            run_sft(config, device, run, notice)
         else:
             from trainer.trainer import Trainer
 
-            Trainer(config, device, run).run()
+            Trainer(config, device, run, notice).run()
     leave()
     if not holds:
         sys.exit(1)
@@ -290,12 +303,18 @@ def main() -> None:
         arguments.run(arguments)
     except ConfigError as error:
         fail(error)
+    except Stopped as stopped:
+        stop(stopped)
+    except KeyboardInterrupt:
+        sys.exit(130)
     except BrokenPipeError:  # whoever read what was printed has seen enough, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except RuntimeError as error:
         if not (said := out_of_memory(error)):
+            tell_torchrun(str(error).split("\n")[0])
             raise
         traceback.print_exc()
+        tell_torchrun(f"error: {said}")
         sys.exit(f"error: {said}")
 
 
@@ -314,10 +333,30 @@ def out_of_memory(error: RuntimeError) -> str:
     return f"There is not enough memory {where}, which asked for {found[1]}: {way_out}."
 
 
+def stop(stopped: Stopped) -> None:
+    """End with the sentence of `stopped`, said by rank 0 alone, when all ranks are here: torchrun ends the others."""
+    import torch.distributed as dist
+
+    from workers.parallel.mesh import leave
+
+    if os.environ.get("RANK", "0") == "0":
+        print(stopped, file=sys.stderr, flush=True)
+    dist.barrier()
+    leave()
+    sys.exit(STOPPED)
+
+
+def tell_torchrun(sentence: str) -> None:
+    """Leave `sentence` for torchrun's own report, which comes behind what is printed here, to end with."""
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        Path(file).write_text(json.dumps({"message": sentence, "timestamp": int(time.time())}))
+
+
 def fail(error: ConfigError) -> None:
     """End with the sentence of `error`, said by rank 0 alone."""
     if os.environ.get("RANK", "0") == "0":
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        tell_torchrun(f"error: {error}")
     else:
         time.sleep(10)  # torchrun ends all of them as soon as one has ended, which must be the one that speaks
     if "torch" in sys.modules:

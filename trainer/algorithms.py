@@ -3,8 +3,9 @@
 import dataclasses
 import textwrap
 
-from grpo.algorithm import PRESET_SETTINGS, PRESETS, AlgorithmConfig, values_of
+from grpo.algorithm import PRESET_SETTINGS, AlgorithmConfig
 from grpo.choices import CHOICES
+from grpo.presets import PRESETS, values_of
 
 
 def list_algorithms() -> str:
@@ -12,7 +13,7 @@ def list_algorithms() -> str:
     lines = ["Presets of algorithm.preset; python -m trainer algorithms NAME prints one.", ""]
     for name, preset in PRESETS.items():
         choices = ", ".join(f"{choice}={value}" for choice, value in preset.choices.items())
-        lines += [f"{name:12} {preset.paper}", *_wrapped(choices or "every choice's default", 13)]
+        lines += [f"{name:21} {preset.paper}", *_wrapped(choices or "every choice's default", 22)]
     return "\n".join(lines)
 
 
@@ -33,19 +34,24 @@ def describe_algorithm(name: str) -> str:
 def formula(config: AlgorithmConfig) -> list[str]:
     """The loss of `config` in lines, put together from the formulas of its choices."""
     of = {setting: choices[getattr(config, setting)].formula for setting, choices in CHOICES.items()}
-    terms = "objective_t"
+    terms, old = "objective_t", "pi_rollout" if config.ratio_to == "rollout" else "pi_old"
     rows = {
         "objective_t": of["clip"],
         "ratio": of["ratio"],
-        "A": f"[{of['baseline']}] / [{of['scale']}]",
+        "A": of["scale"],
+        "A0": of["baseline"],
         "weight_t": of["aggregate"],
     }
+    reward = of["combine"] if config.combine != "sum" else "reward"
     if config.kl_in == "loss":
         terms += f" - kl_coefficient {'r ' if config.kl_ratio else ''}kl_t"
-        rows |= {"kl_t": of["kl_estimator"], "R": "reward of the response"}
+        rows |= {"kl_t": of["kl_estimator"], "R" + " = R_t" * (config.baseline == "none"): f"{reward} of the response"}
     else:
-        rows["R_t"] = "reward - kl_coefficient sum over s >= t of kl_s;  R = R_1"
+        rows["R_t"] = f"{reward} - kl_coefficient sum over s >= t of kl_s;  R = R_1"
         rows["kl_s"] = f"{of['kl_estimator']}, pi_old's"
+    if config.drift_coefficient:
+        terms += " - drift_coefficient d_t"
+        rows["d_t"] = "log(pi(o_t) / pi_old(o_t))^2"
     if config.entropy_coefficient:
         terms += " + entropy_coefficient H_t"
     if config.overlong_share:
@@ -53,8 +59,9 @@ def formula(config: AlgorithmConfig) -> list[str]:
         rows["reward"] = f"the rewards' sum + {penalty}"
     if config.resample_rounds:
         rows["groups"] = "those whose rewards differ: others are replaced, at most resample_rounds times"
+    rows = {name: line.replace("pi_old", old) for name, line in rows.items()}
     head = f"loss = - sum over tokens t of weight_t ({terms})"
-    symbols = "clip_low, clip_high, kl_coefficient: see below;  N tokens, B responses o_i, sg[] has no gradient"
+    symbols = "clip_low, kl_coefficient and so on: see below;  N tokens, B responses o_i in G groups, sg[]: no gradient"
     return ["formula", f"  {head}", *(f"    {name:12}= {value}" for name, value in rows.items()), f"    {symbols}"]
 
 

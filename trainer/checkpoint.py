@@ -1,16 +1,24 @@
 """Sharded checkpoints, from which a run goes on, and their export to a Hugging Face folder.
 
 A checkpoint holds the model, the optimizer, the position in schedule and data, and the random states. It is
-written under a temporary name and renamed when it is complete, so that a folder named step-... can be trusted.
+written under a temporary name and renamed when it is complete and on the disk, so that a folder named step-... can be
+trusted; what happens to it later is seen from the sizes of its files, which progress.json holds.
 """
 
 import contextlib
+import errno
 import json
+import math
+import os
 import re
 import shutil
+import sys
 import tempfile
-from collections.abc import Iterator
+import traceback
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +27,19 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import transformers
 from omegaconf import OmegaConf
+from rich.filesize import decimal as in_units
 from safetensors.torch import save_file
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from grpo.config import ConfigError
 from trainer.card import model_card
+from trainer.config import RunConfig
+from trainer.death import Notice, Stopped
 from workers.actor import ActorWorker
 from workers.config import LoraConfig, ModelConfig
+from workers.dispatch import any_rank, on_controller
 from workers.models.hub import local_folder, read_config, read_tokenizer, refuse_other_formats
 from workers.parallel.lora import adapter_name
 from workers.parallel.mesh import is_controller
@@ -36,37 +50,152 @@ TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)
 
 
 class Checkpoints:
-    """Saves and loads the checkpoints of one run, in its folder `checkpoints`; the newest `keep` stay."""
+    """Saves and loads the checkpoints of one run, in its folder `checkpoints`, as config.checkpoint says.
 
-    def __init__(self, run_folder: Path, keep: int) -> None:
-        self.run_folder, self.keep = run_folder, keep
+    notice: what a signal sets, after which the next step is saved and is the last one.
+    """
+
+    def __init__(self, run_folder: Path, config: RunConfig, notice: Notice | None = None) -> None:
+        self.run_folder, self.config, self.notice = run_folder, config, notice or Notice()
+        self.ending, self.score, self.needed = False, None, 0
+        self.group: dist.ProcessGroup | None = None
+        self.pending: Future | None = None
+        if config.checkpoint.background:  # whose collectives must not meet those of the main thread
+            self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.timeout_seconds))
+            self.thread = ThreadPoolExecutor(1, "checkpoint")
+
+    def begin(self, actor: ActorWorker) -> str | None:
+        """What to say of the room that checkpoints of `actor` need; ConfigError where there is none for the first."""
+        config, trained = self.config.checkpoint, [p for p in actor.parameters if p.requires_grad]
+        # With AdamW's two moments and its count, and what stands beside each of the four tensors in a file.
+        self.needed = sum(3 * p.numel() * p.element_size() + 10_000 for p in trained)
+        copies, folder = config.keep + 1 + config.keep_best, self.run_folder
+
+        def check() -> str:
+            free, all_of_them = shutil.disk_usage(folder).free, copies * self.needed
+            said = (
+                f"Checkpoints need {in_units(self.needed)} of disk each, {in_units(all_of_them)} for {copies} at once"
+            )
+            said += f"; {folder} has {in_units(free)} free"
+            if free < self.needed and config.on_full_disk == "stop":
+                way_out = "choose another tracking.folder, or leave them out by checkpoint.on_full_disk=skip"
+                raise ConfigError(f"{said}, too little for the first: make room, {way_out}.")
+            if free + sum(file.stat().st_size for file in folder.glob("checkpoints/step-*/*")) < all_of_them:
+                return f"warning: {said}: make room, or lower checkpoint.keep={config.keep}."
+            return f"{said}."
+
+        return on_controller(check)
+
+    def wanted(self, step: int, metrics: Mapping[str, float]) -> bool:
+        """Whether to save `step`, the same on every rank: it is due, the best so far, or the last for a signal.
+
+        metrics: those of the step, on the controller.
+        """
+        self.ending = step < self.config.steps and any_rank(self.notice.asked)
+        self.score = metrics.get("eval/accuracy", -metrics["eval/loss"] if "eval/loss" in metrics else None)
+        best = False
+        if self.config.checkpoint.keep_best:
+            record = max(scores(self.run_folder).values(), default=-math.inf) if is_controller() else math.inf
+            best = any_rank(self.score is not None and self.score > record)
+        return self.ending or best or self.config.is_due(step, self.config.checkpoint.every)
 
     def save(self, step: int, actor: ActorWorker, data: dict[str, Any] | None) -> None:
-        """Write the checkpoint of `step`. Every rank must call it; `data` is the controller's state of the data."""
-        final = self.run_folder / "checkpoints" / f"step-{step:08d}"
-        partial = final.with_suffix(".partial")
-        if is_controller():
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-        dist.barrier()
+        """Write the checkpoint of `step`. Every rank must call it; `data` is the controller's state of the data.
+
+        Raises ConfigError where the disk is full and that is to end the run, and Stopped where a signal did.
+        """
+        self.wait()
         actor.optimizer_offload.wait()
         model, optimizer = get_state_dict(actor.policy, actor.optimizer, options=TRAINED)
-        dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=partial)
-        states = {"cpu": torch.get_rng_state()}
+        state, random = {"model": model, "optimizer": optimizer}, {"cpu": torch.get_rng_state()}
         if torch.cuda.is_available():
-            states["cuda"] = torch.cuda.get_rng_state()
-        torch.save(states, partial / f"random-{dist.get_rank()}.pt")
-        dist.barrier()
+            random["cuda"] = torch.cuda.get_rng_state()
+        progress = {"step": step, "updates": actor.updates, "version": actor.version, "data": data}
+        progress |= {"lora": asdict(actor.config.lora), "score": self.score}
+        if self.config.checkpoint.background and not self.ending and step < self.config.steps:
+            state = DefaultStager(StagingOptions(False, False, False, False)).stage(state)
+            self.pending = self.thread.submit(self._write, step, state, random, progress)
+            return
+        self._write(step, state, random, progress)
+        if self.ending:
+            newest, _ = newest_whole(self.run_folder)
+            saved = f"go on from {newest} by checkpoint.resume=true" if newest else "it has no checkpoint"
+            raise Stopped(f"A signal ended the run after step {step} of {self.config.steps}: {saved}.")
+
+    def wait(self) -> None:
+        """Wait for the checkpoint that is written in the background; raises as `save`."""
+        if self.pending is not None:
+            pending, self.pending = self.pending, None
+            pending.result()
+
+    def _write(self, step: int, state: dict, random: dict[str, torch.Tensor], progress: dict[str, Any]) -> None:
+        final = self.run_folder / "checkpoints" / f"step-{step:08d}"
+        partial = final.with_suffix(".partial")
+
+        def make_room() -> None:
+            if is_controller():
+                shutil.rmtree(partial, ignore_errors=True)
+                partial.mkdir(parents=True)
+                if shutil.disk_usage(partial).free < self.needed:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        def write() -> None:
+            dcp.save(state, checkpoint_id=partial, process_group=self.group)
+            torch.save(random, partial / f"random-{dist.get_rank()}.pt")
+            _flush(partial / f"random-{dist.get_rank()}.pt")
+
+        def finish() -> None:
+            if is_controller():
+                progress["files"] = {path.name: path.stat().st_size for path in partial.iterdir()}
+                (partial / "progress.json").write_text(json.dumps(progress))
+                # A checkpoint with a name is whole, and the rows up to it are there, even if the power fails now.
+                for path in (*self.run_folder.glob("*.jsonl"), partial / "progress.json", partial):
+                    _flush(path)
+                partial.rename(final)
+                _flush(final.parent)
+                self._prune(final.parent)
+
+        for stage in (make_room, write, finish):
+            error = None
+            try:
+                stage()
+            except (Exception, CheckpointException) as caught:  # noqa: BLE001 - which all ranks must learn of
+                error = caught
+            if any_rank(error is not None, self.group):
+                self._fail(step, partial, error)
+                return
+
+    def _prune(self, folder: Path) -> None:
+        """Remove what is neither among the newest nor the best, and let `best` name that one."""
+        there, kept = complete_checkpoints(self.run_folder), self.config.checkpoint.keep
+        spared = set(list(there)[-kept:])
+        if self.config.checkpoint.keep_best and (rated := scores(self.run_folder)):
+            spared.add(best := max(rated, key=rated.get))
+            (folder / "best.new").unlink(missing_ok=True)
+            (folder / "best.new").symlink_to(there[best].name)
+            (folder / "best.new").replace(folder / "best")
+        for step in there.keys() - spared:
+            there[step].rename(there[step].with_suffix(".partial"))  # before its files go: a kill must not leave half
+        for partial in folder.glob("*.partial"):
+            shutil.rmtree(partial)
+
+    def _fail(self, step: int, partial: Path, error: BaseException | None) -> None:
+        """Remove what was written, and end the run or say that step `step` was left out, where the disk is full."""
+        text = "".join(traceback.format_exception(error)) if error else ""
+        full = any_rank(any(os.strerror(number) in text for number in (errno.ENOSPC, errno.EDQUOT)), self.group)
         if is_controller():
-            progress = {"step": step, "updates": actor.updates, "version": actor.version, "data": data}
-            progress["lora"] = asdict(actor.config.lora)
-            (partial / "progress.json").write_text(json.dumps(progress))
-            partial.rename(final)
-            for old in list(complete_checkpoints(self.run_folder).values())[: -self.keep]:
-                old.rename(old.with_suffix(".partial"))  # before its files go: a kill must not leave half of it
-            for partial in final.parent.glob("*.partial"):
-                shutil.rmtree(partial)
-        dist.barrier()
+            shutil.rmtree(partial, ignore_errors=True)
+        if not full:
+            raise error or RuntimeError(f"Another rank could not write {partial}.")
+        free = shutil.disk_usage(self.run_folder).free
+        said = (
+            f"The disk is full: the checkpoint of step {step} needs {in_units(self.needed)}, and {self.run_folder} has "
+        )
+        said += f"{in_units(free)} free. Earlier checkpoints are whole"
+        if self.config.checkpoint.on_full_disk == "stop":
+            raise ConfigError(f"{said}: make room, and go on with checkpoint.resume=true.")
+        if is_controller():
+            self.notice.say(f"warning: {said}, and this one is left out.")
 
     def load(self, checkpoint: Path, actor: ActorWorker) -> None:
         """Bring `actor` to `checkpoint`, whatever layout saved it; ConfigError where its actor.lora was another."""
@@ -95,12 +224,52 @@ def complete_checkpoints(run_folder: Path) -> dict[int, Path]:
     return {int(path.name[5:]): path for path in sorted(run_folder.glob("checkpoints/step-" + "[0-9]" * 8))}
 
 
+def newest_whole(run_folder: Path) -> tuple[Path | None, list[str]]:
+    """The newest checkpoint that is whole, if any, and a clause about each newer one that is passed over."""
+    passed = []
+    for path in reversed(complete_checkpoints(run_folder).values()):
+        if (what := damage(path)) is None:
+            return path, passed
+        passed.append(f"{path} is damaged ({what}) and is passed over.")
+    return None, passed
+
+
+def damage(checkpoint: Path) -> str | None:
+    """What is wrong with a checkpoint, held against the sizes noted when it was saved; None: it is whole."""
+    try:
+        files = read_progress(checkpoint).get("files", {})
+    except (OSError, ValueError):
+        return "its progress.json cannot be read"
+    for name, size in files.items():
+        path = checkpoint / name
+        found = path.stat().st_size if path.is_file() else None
+        if found != size:
+            return f"its {name} is missing" if found is None else f"its {name} has {found} bytes of {size}"
+    return None
+
+
+def scores(run_folder: Path) -> dict[int, float]:
+    """By its step, what each whole checkpoint that was evaluated is worth: accuracy, or the negative loss."""
+    whole = [path for path in complete_checkpoints(run_folder).values() if damage(path) is None]
+    found = {progress["step"]: progress.get("score") for progress in map(read_progress, whole)}
+    return {step: score for step, score in found.items() if score is not None}
+
+
+def _flush(path: Path) -> None:
+    """Wait until what was written to a file or a folder is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def read_progress(checkpoint: Path) -> dict[str, Any]:
-    """How far `checkpoint` is: `step`, `updates` and `version`, the state of the `data`, and the settings of `lora`."""
+    """What stands beside the weights: `step`, `updates`, `version`, `score`, the `data`, `lora` and `files`."""
     return json.loads((checkpoint / "progress.json").read_text())
 
 
-def find_run(place: str, step: int | None = None) -> Path | None:
+def find_run(place: str, step: int | str | None = None) -> Path | None:
     """The folder of the run that `place` is, None where it is a model; ConfigError where it is neither."""
     folder = Path(place)
     if (folder / "config.yaml").is_file():
@@ -113,8 +282,27 @@ def find_run(place: str, step: int | None = None) -> Path | None:
     return None
 
 
+def find_checkpoint(run_folder: Path, step: int | str | None) -> Path:
+    """The checkpoint of `step`, of the best, or the newest whole one (None); ConfigError where there is none."""
+    there, passed = complete_checkpoints(run_folder), []
+    if step is None:
+        checkpoint, passed = newest_whole(run_folder)
+    elif step == "best":
+        rated = scores(run_folder)
+        checkpoint = there[max(rated, key=rated.get)] if rated else None
+    elif (checkpoint := there.get(step)) is not None and (what := damage(checkpoint)):
+        raise ConfigError(f"{checkpoint} is damaged ({what}): choose another --step.")
+    for sentence in passed:
+        print(sentence, file=sys.stderr)
+    if checkpoint is None:
+        which = {None: "checkpoint", "best": "evaluated checkpoint"}.get(step, f"checkpoint of step {step}")
+        has = f"it has those of steps {', '.join(map(str, there))}" if there else "give the folder of a run with one"
+        raise ConfigError(f"{run_folder} has no {which}: {has}.")
+    return checkpoint
+
+
 @contextlib.contextmanager
-def model_at(place: str, step: int | None = None) -> Iterator[tuple[str, int | None, int]]:
+def model_at(place: str, step: int | str | None = None) -> Iterator[tuple[str, int | None, int]]:
     """The path of the model that `place` is or that a run's checkpoint is made into, its step, its policy's version."""
     if (run := find_run(place, step)) is None:
         yield place, None, 0
@@ -127,12 +315,12 @@ def model_at(place: str, step: int | None = None) -> Iterator[tuple[str, int | N
 def export(
     run_folder: Path,
     out: Path,
-    step: int | None = None,
+    step: int | str | None = None,
     dtype: str = "float32",
     shard_size: str = "50GB",
     adapters: bool = False,
 ) -> Path:
-    """Write a run's checkpoint (the newest, or that of `step`) to `out` as a Hugging Face folder, in `dtype`.
+    """Write a run's checkpoint (as `find_checkpoint` finds it) to `out` as a Hugging Face folder, in `dtype`.
 
     Config and tokenizer, and the weights into which trained adapters are merged, are those of the model that the run
     started from. shard_size: the largest file, such as 5GB. adapters: write the adapters alone, as peft reads them.
@@ -144,11 +332,7 @@ def export(
     if not re.fullmatch(r"[1-9]\d*(KB|MB|GB|TB)", shard_size):
         raise ConfigError(f"--shard-size={shard_size} is no size: write it as 5GB or 500MB.")
     model = ModelConfig(path=OmegaConf.load(saved).model.path)
-    there = complete_checkpoints(run_folder)
-    checkpoint = there.get(max(there, default=None) if step is None else step)
-    if checkpoint is None:
-        has = f"it has those of steps {', '.join(map(str, there))}" if there else "give the folder of a run with one"
-        raise ConfigError(f"{run_folder} has no checkpoint{'' if step is None else f' of step {step}'}: {has}.")
+    checkpoint = find_checkpoint(run_folder, step)
     lora = LoraConfig(**read_progress(checkpoint).get("lora", {}))
     if adapters and not lora.rank:
         raise ConfigError(f"{checkpoint} has no adapters, as all weights were trained: leave out --adapters.")

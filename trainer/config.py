@@ -6,7 +6,9 @@ typing error are answered at once.
 
 import math
 import os
-from dataclasses import dataclass
+import re
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -28,15 +30,34 @@ class CheckpointConfig:
 
     every: int = option(50, "Steps between checkpoints; 0 saves after the last step only.", at_least=0)
     keep: int = option(2, "Newest checkpoints that are kept.", at_least=1)
-    resume: bool = option(False, "Go on from the newest checkpoint of the run tracking.name.")
+    keep_best: bool = option(
+        False,
+        "Save the best by evaluation as well, as checkpoints/best beside the newest: by accuracy, in sft by the loss.",
+    )
+    background: bool = option(
+        False, "Go on training while a checkpoint is written, from a copy in the host's memory of what it holds."
+    )
+    on_full_disk: str = option(
+        "stop", "stop: a full disk ends the run; skip: it leaves out the checkpoint.", choices=("stop", "skip")
+    )
+    grace_seconds: float = option(
+        120.0, "Time to end the step and save after SIGTERM or Ctrl-C; then the run ends at once.", above=0
+    )
+    resume: bool | str = option(
+        False,
+        "Go on from the newest whole checkpoint of the run tracking.name; auto: begin it where it has none, as it is "
+        "under torchrun --max-restarts.",
+    )
     overwrite: bool = option(False, "Begin anew under a name that has checkpoints; the earlier run is moved aside.")
 
     def check(self, name: str | None) -> None:
         """Raise ConfigError where the settings cannot work for a run of this `name`."""
+        if self.resume not in (True, False, "auto"):
+            raise ConfigError(f"checkpoint.resume={self.resume!r} is not a choice: use one of true, false, auto.")
         if self.resume and not name:
             raise ConfigError("checkpoint.resume needs tracking.name: the name of the run to go on with.")
         if self.resume and self.overwrite:
-            both = "checkpoint.resume=true goes on with a run, checkpoint.overwrite=true begins it anew"
+            both = "checkpoint.resume goes on with a run, checkpoint.overwrite=true begins it anew"
             raise ConfigError(f"{both}: set one of them.")
 
 
@@ -70,6 +91,31 @@ class EvaluationConfig:
     samples_per_prompt: int = option(1, "Responses sampled to each held-out prompt.", at_least=1)
     temperature: float | None = option(None, "Sampling temperature; null: the rollout's, 0: greedy.", at_least=0)
     accuracy: str | None = option(None, "The reward whose value 1 counts as correct; null is the first one.")
+    answer_pattern: str | None = option(
+        None,
+        "Regular expression whose last match in a response, or the first group of it, is the answer that majorities of "
+        "`eval` count; null: the last <answer> tag, or else the last \\boxed{}, or else the last number.",
+    )
+
+    def check(self, rewards: Collection[str]) -> None:
+        """Raise ConfigError for the first value that cannot work with these `rewards`."""
+        if self.accuracy is not None and self.accuracy not in rewards:
+            names = ", ".join(rewards)
+            raise ConfigError(
+                f"evaluation.accuracy={self.accuracy} is not one of the rewards of rewards.weights: {names}."
+            )
+        if self.temperature == 0 and self.samples_per_prompt > 1:
+            same = (
+                f"all {self.samples_per_prompt} samples of a prompt are the same: set evaluation.samples_per_prompt=1"
+            )
+            raise ConfigError(
+                f"evaluation.temperature=0 takes the likeliest token, with which {same}, or a temperature."
+            )
+        try:
+            re.compile(self.answer_pattern or "")
+        except re.error as error:
+            way_out = "correct it, or leave it out"
+            raise ConfigError(f"evaluation.answer_pattern is no regular expression ({error}): {way_out}.") from error
 
 
 @dataclass
@@ -108,17 +154,25 @@ class RunConfig:
         if self.steps is not None and self.epochs is not None:
             raise ConfigError(f"steps={self.steps} and epochs={self.epochs} are both set: unset one, as by steps=null.")
         self.checkpoint.check(self.tracking.name)
+        if self.checkpoint.keep_best and not self.data.eval:
+            raise ConfigError("checkpoint.keep_best=true needs evaluations: set data.eval, or leave it out.")
         self.tracking.check()
         self.actor.check()
+        from workers.parallel.mesh import count_shards
+
+        count_shards(world, self.actor.replicate, self.actor.tensor_parallel)
+        self.check_model(self.model)
+
+    def check_model(self, model: ModelConfig) -> None:
+        """Raise ConfigError for a model that is not supported, or not on this layout or device."""
         from workers.models import family_of
         from workers.models.hub import read_config
         from workers.parallel.attention_backend import why_not_flash4
-        from workers.parallel.mesh import count_shards, pick_device
+        from workers.parallel.mesh import pick_device
 
-        count_shards(world, self.actor.replicate, self.actor.tensor_parallel)
-        model = read_config(self.model)
-        family_of(model).check_tensor_parallel(self.actor.tensor_parallel)
-        why_not_flash4(self.model, model, pick_device(self.device))
+        config = read_config(model)
+        family_of(config).check_tensor_parallel(self.actor.tensor_parallel)
+        why_not_flash4(model, config, pick_device(self.device))
 
     def check_length(self, tokens: int, made_of: str) -> None:
         """Raise ConfigError where a sample of `tokens` tokens fits neither a micro-batch nor the model."""
@@ -179,15 +233,10 @@ class TrainConfig(RunConfig):
         self.batch.check()
         self.algorithm.check()
         self.algorithm.check_group_size(self.batch.samples_per_prompt)
-        self.rollout.check(world, int(os.environ.get("LOCAL_WORLD_SIZE", world)))
-        try:
-            rewards.validate(self.rewards)
-        except ValueError as error:
-            raise ConfigError(str(error)) from error
-        accuracy, known = self.evaluation.accuracy, self.rewards.weights
-        if accuracy is not None and accuracy not in known:
-            names = ", ".join(known)
-            raise ConfigError(f"evaluation.accuracy={accuracy} is not one of the rewards of rewards.weights: {names}.")
+        if (named := self.algorithm.signal_reward) is not None and named not in self.rewards.weights:
+            has = ", ".join(self.rewards.weights)
+            raise ConfigError(f"algorithm.signal_reward={named!r} is none of rewards.weights: use one of {has}.")
+        self.check_sampling(world)
         update, dp_size = self.batch.samples_per_update, world // self.actor.tensor_parallel
         if update < dp_size:
             raise ConfigError(
@@ -198,6 +247,45 @@ class TrainConfig(RunConfig):
         if prompts < engines:
             idle = f"some of {engines} engines without a prompt"
             raise ConfigError(f"batch.prompts_per_step={prompts} leaves {idle}: use at least {engines}.")
+        self.check_longest()
+        for name in ("mask_no_signal", "resample_rounds"):
+            by_total = getattr(self.algorithm, name) and self.algorithm.signal_reward is None
+            if by_total and not any(self.rewards.weights.values()):
+                way_out = "leave it out, or name the reward to judge by as algorithm.signal_reward"
+                raise ConfigError(
+                    f"algorithm.{name}={getattr(self.algorithm, name)} gives up groups of equal rewards, and with all "
+                    f"of rewards.weights 0 that is each: {way_out}."
+                )
+        if self.teacher is not None:
+            self.check_teacher(self.teacher)
+
+    def check_teacher(self, teacher: ModelConfig) -> None:
+        """Raise ConfigError where `teacher` cannot be used, or cannot read all that the policy may sample."""
+        from workers.models.hub import check_same_tokens, check_weights, read_config
+
+        try:
+            self.check_model(teacher)
+            check_same_tokens(self.model, teacher)
+            longest = self.data.max_prompt_tokens + self.rollout.max_response_tokens
+            if longest > (most := read_config(teacher).max_position_embeddings):
+                way_out = "lower data.max_prompt_tokens or rollout.max_response_tokens"
+                raise ConfigError(f"a sample may have {longest} tokens, more than its {most} positions: {way_out}.")
+            check_weights(teacher)
+        except ConfigError as error:
+            fault = str(error).replace("model.path", "algorithm.teacher")
+            raise ConfigError(f"The teacher cannot be used: {fault}") from error
+
+    def check_sampling(self, world: int) -> None:
+        """The part of `check` that is about what is sampled, how it is graded, and evaluations."""
+        self.rollout.check(world, int(os.environ.get("LOCAL_WORLD_SIZE", world)))
+        try:
+            rewards.validate(self.rewards)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        self.evaluation.check(self.rewards.weights)
+
+    def check_longest(self) -> None:
+        """Raise ConfigError where the longest sample fits neither a micro-batch nor the model."""
         prompt, response = self.data.max_prompt_tokens, self.rollout.max_response_tokens
         made_of = f"data.max_prompt_tokens={prompt} + rollout.max_response_tokens={response}"
         self.check_length(prompt + response, made_of)
@@ -214,7 +302,18 @@ class TrainConfig(RunConfig):
     @property
     def needs_old_logprobs(self) -> bool:
         """Whether old log-probabilities need a pass of their own: a single update a step computes them itself."""
-        return self.batch.updates_per_step > 1 or self.algorithm.kl_in_reward
+        compares = self.batch.updates_per_step > 1 and self.algorithm.ratio_to == "old"
+        return compares or self.algorithm.needs_policy_logprobs
+
+    @property
+    def teacher(self) -> ModelConfig | None:
+        """The model that teaches, computed as the policy is."""
+        return None if (path := self.algorithm.teacher) is None else replace(self.model, path=path)
+
+    @property
+    def accuracy_reward(self) -> str:
+        """The reward whose value 1 counts as correct."""
+        return self.evaluation.accuracy or next(iter(self.rewards.weights))
 
     @property
     def total_updates(self) -> int:

@@ -1,5 +1,6 @@
 """The Controller: what rank 0 alone holds, which is the data, the record of the run, and what its user sees."""
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
@@ -8,6 +9,7 @@ import torch
 import torch.distributed as dist
 from rich.table import Column, Table
 from tensordict import TensorDict
+from transformers import PreTrainedTokenizerBase
 
 import rewards
 from grpo.advantages import groups_with_signal
@@ -15,9 +17,11 @@ from grpo.batch import Trajectory, lengths_of
 from grpo.config import ConfigError, to_yaml
 from grpo.data import Prompt, Prompts, PromptStream, load_held_out, load_prompts, overlap
 from trainer.config import TrainConfig, sizes_table
+from trainer.health import Health
 from trainer.record import read_metrics
 from trainer.report import closing_table
 from trainer.runs import Run
+from trainer.scores import powers, score
 from trainer.tracking import Tracker
 from trainer.transcript import pick, render
 from workers.memory import Peaks
@@ -43,24 +47,29 @@ class Controller:
         run.check_unfinished(config.steps)
         self.held_out: list[Prompt] = []
         self.sets: list[str] = []  # the name of each held-out prompt's set
-        sets = load_held_out(config.data, tokenizer)
+        sets = load_sets(config, tokenizer)
         for name, those in sets.items():
-            check_reward_columns(config, those, f"data.eval.{name}" if name else "data.eval")
             self.held_out += those
             self.sets += [name] * len(those)
-        engines = dist.get_world_size() // config.rollout.tensor_parallel
-        if sets and len(self.held_out) < engines:
-            raise ConfigError(f"data.eval has {len(self.held_out)} rows, fewer than the {engines} engines.")
         said = run.begin()
         self.tracker = Tracker(config.tracking, run.folder, config.steps, asdict(config), run.step)
         stack.enter_context(self.tracker)
-        (run.folder / "config.yaml").write_text(f"# algorithm: {config.algorithm.name()}\n{to_yaml(config)}")
-        for what in (said, f"Algorithm: {config.algorithm.name()}", sizes_table(config, dist.get_world_size())):
+        self.health = Health(self.tracker, run.folder, config.actor.skipped_limit)
+        self.failures_told: dict[tuple, tuple[int, float]] = {}  # as describe_failures left it
+        taught = f", taught by {config.algorithm.teacher}" if config.teacher is not None else ""
+        algorithm = config.algorithm.name() + taught
+        (run.folder / "config.yaml").write_text(f"# algorithm: {algorithm}\n{to_yaml(config)}")
+        for what in (said, f"Algorithm: {algorithm}", sizes_table(config, dist.get_world_size())):
             self.tracker.say(what)
         if epochs is not None:
             self.tracker.say(f"{epochs:g} epoch(s) of {len(prompts)} prompts are {config.steps} steps.")
         if same := overlap(prompts, sets.values()):
             self.tracker.say(describe_overlap(same, len(self.held_out)))
+        if tokenizer.chat_template and not config.data.chat:
+            self.tracker.say(
+                "The tokenizer has a chat template, and with data.chat=false prompts are plain text, as a base model "
+                "wants them: for one that was trained to chat set data.chat=true."
+            )
         self.shown: dict[bool, int] = {}  # held out or not: at which step completions were printed last
         self.plan: dict[str, Breakdown] = {}  # of a GPU alone: what is used of a host, torch does not count
         if device.type == "cuda":
@@ -89,25 +98,21 @@ class Controller:
         with self.tracker.phase(name), self.peaks(name):
             yield
 
-    def record(self, step: int, metrics: dict[str, float]) -> None:
-        """Log a step's metrics, with its speed and its peaks of memory."""
+    def record(self, step: int, metrics: dict[str, float], batch: TensorDict | None = None) -> None:
+        """Log a step's metrics, with its speed and its peaks of memory; raises ConfigError as Health does."""
         if "time/step" in metrics and "tokens/total" in metrics:
             rate = metrics["tokens/total"] / metrics["time/step"] / dist.get_world_size()
             metrics["throughput/tokens_per_second_per_gpu"] = rate
         peaks = self.peaks.metrics()
-        self.tracker.log(step, metrics | peaks)
+        self.health.record(step, metrics | peaks, batch)
         # The first update has no optimizer state yet.
         if self.plan and step == self.run.step + 2:
             self.tracker.say(measured_table(self.plan, peaks))
 
     def show(self, step: int, trajectories: Sequence[Trajectory]) -> None:
         """Say which completions could not be graded, print two, and keep samples, each where the step asks for it."""
-        failures = [failure for trajectory in trajectories for failure in trajectory.failures]
-        for failure in failures[:3]:
-            self.tracker.say(
-                f"A completion could not be graded and counts as 0 ({failure.reward}: {failure.kind}: "
-                f"{failure.message}): {failure.completion[:200]!r}"
-            )
+        for sentence in describe_failures(trajectories, step, self.failures_told):
+            self.tracker.say(sentence)
         held_out, every = trajectories[0].held_out, self.config.tracking.show_every
         if every and step - self.shown.get(held_out, -every) >= every:
             self.shown[held_out] = step
@@ -119,16 +124,19 @@ class Controller:
                     row["set"] = self.sets[trajectory.group]
             self.tracker.samples(step, rows)
 
-    def judge(self, batch: TensorDict, correct: torch.Tensor) -> dict[str, float]:
-        """The share of `correct` [B] bool of an evaluation's batch; where sets have names also theirs."""
-        metrics, correct = {"accuracy": correct.float().mean()}, correct.float()
-        sets, lengths = [self.sets[group] for group in batch["group"].tolist()], response_lengths(batch)
-        for name in dict.fromkeys(filter(None, self.sets)):
-            mine = torch.tensor([other == name for other in sets])
-            metrics[f"{name}/accuracy"] = correct[mine].mean()
-            metrics[f"{name}/reward/mean"] = batch["rewards"][mine].mean()
-            metrics[f"{name}/response_length/mean"] = lengths[mine].mean()
-        return {name: float(value) for name, value in metrics.items()}
+    def judge(self, batch: TensorDict, right: torch.Tensor) -> dict[str, float]:
+        """Accuracy and pass@k of an evaluation's batch, `right` [B] as of `correct`; also of each set with a name."""
+        samples, lengths = self.config.evaluation.samples_per_prompt, response_lengths(batch)
+        ks, right, metrics = powers(samples), right.view(-1, samples), {}
+        for name in dict.fromkeys(["", *self.sets]):
+            mine = torch.tensor([name in ("", other) for other in self.sets])
+            scores = {key: value for key, value in score(right[mine], ks).items() if not key.endswith("/error")}
+            if name:
+                mine = mine.repeat_interleave(samples)
+                scores["reward/mean"] = float(batch["rewards"][mine].mean())
+                scores["response_length/mean"] = float(lengths[mine].mean())
+            metrics |= {f"{name}/{key}" if name else key: value for key, value in scores.items()}
+        return metrics
 
     def close(self) -> None:
         """End the record with a table of what the run came to."""
@@ -150,6 +158,40 @@ def sample_row(trajectory: Trajectory) -> dict:
     }
 
 
+def load_sets(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, Prompts]:
+    """The held-out prompts of each set; raises ConfigError where a reward lacks a column, or an engine a prompt."""
+    sets = load_held_out(config.data, tokenizer)
+    for name, those in sets.items():
+        check_reward_columns(config, those, f"data.eval.{name}" if name else "data.eval")
+    engines, rows = dist.get_world_size() // config.rollout.tensor_parallel, sum(map(len, sets.values()))
+    if sets and rows < engines:
+        raise ConfigError(f"data.eval has {rows} rows, fewer than the {engines} engines.")
+    return sets
+
+
+def describe_failures(
+    trajectories: Sequence[Trajectory], step: int = 0, told: dict[tuple, tuple[int, float]] | None = None
+) -> list[str]:
+    """What to say of the completions that could not be graded, a sentence for each reward and kind of failure.
+
+    told: when each was said, and of which share; again it is after 50 steps, or where the share has doubled.
+    """
+    told, found, said = {} if told is None else told, defaultdict(list), []
+    for trajectory in trajectories:
+        for failure in trajectory.failures:
+            found[failure.reward, failure.kind, trajectory.held_out].append(failure)
+    for key, (first, *others) in found.items():
+        count, (before, share) = 1 + len(others), told.get(key, (step, 0.0))
+        if share and count < 2 * share * len(trajectories) and step - before < 50:
+            continue
+        told[key] = step, count / len(trajectories)
+        said.append(
+            f"{count} of {len(trajectories)} completions could not be graded by {first.reward} ({first.kind}: "
+            f"{first.message}), such as {first.completion[:200]!r}."
+        )
+    return said
+
+
 def describe_overlap(same: Sequence[str], held_out: int) -> str:
     """What to say of the prompts, `same`, that stand among the held-out ones and in the training data."""
     found = f"{len(same)} of {held_out} held-out prompts stand in data.train as well, such as {same[0]!r:.100}"
@@ -157,13 +199,22 @@ def describe_overlap(same: Sequence[str], held_out: int) -> str:
 
 
 def check_reward_columns(config: TrainConfig, prompts: Prompts, key: str) -> None:
-    """Raise ConfigError where a reward needs a column that the data of `key` does not have."""
+    """Raise ConfigError where a reward needs a column that the data of `key` does not have, or only nulls in it."""
     columns = list(prompts[0].row)
     for name, missing in rewards.missing_columns(config.rewards, columns).items():
         raise ConfigError(
             f"Reward {name!r} needs the column {missing[0]!r}, which {key} does not have: take it from another one by "
             f"data.columns={{{missing[0]}: COLUMN}} (its columns are {', '.join(columns)})."
         )
+    if key.count(".") > 1:  # one of several held-out sets, each of which may be for some of the rewards
+        return
+    for name, needed in rewards.missing_columns(config.rewards, []).items():
+        for column in needed:
+            if all(prompt.row[column] is None for prompt in prompts):
+                raise ConfigError(
+                    f"Reward {name!r} needs the column {column!r}, which holds nothing but nulls in {key}: fill it, or "
+                    f"take it from another one by data.columns={{{column}: COLUMN}}."
+                )
 
 
 def response_lengths(batch: TensorDict) -> torch.Tensor:
@@ -171,14 +222,15 @@ def response_lengths(batch: TensorDict) -> torch.Tensor:
     return torch.stack([mask.sum() for mask in batch["response_mask"].unbind()]).float()
 
 
-def batch_metrics(batch: TensorDict) -> dict[str, float]:
-    """Of a graded batch: rewards, their components, groups without signal, lengths."""
+def batch_metrics(batch: TensorDict, signal: torch.Tensor | None = None) -> dict[str, float]:
+    """Of a graded batch: rewards, their components, groups without `signal` [B] (None: the rewards), lengths."""
     total, lengths = batch["rewards"], response_lengths(batch)
     metrics = {
         "reward/mean": total.mean(),
         "reward/std": total.std(),
         "reward/failed": batch["failures"].sum(),
-        "groups/no_signal": 1 - groups_with_signal(total, batch["group"]).float().mean(),
+        "reward/ungraded": (batch["failures"] > 0).float().mean(),
+        "groups/no_signal": 1 - groups_with_signal(total if signal is None else signal, batch["group"]).float().mean(),
         "response_length/mean": lengths.mean(),
         "response_length/max": lengths.max(),
         "response_length/truncated": batch["truncated"].float().mean(),
@@ -186,17 +238,23 @@ def batch_metrics(batch: TensorDict) -> dict[str, float]:
     }
     for name, field in batch.items():
         if name.startswith("rewards/"):
-            component = name.removeprefix("rewards/")
-            metrics |= {f"reward/{component}/mean": field.mean(), f"reward/{component}/std": field.std()}
+            component, applies = name.removeprefix("rewards/"), field[~field.isnan()]
+            if len(applies):
+                metrics[f"reward/{component}/mean"] = applies.mean()
+            if len(applies) > 1:
+                metrics[f"reward/{component}/std"] = applies.std()
     return {name: float(value) for name, value in metrics.items()}
 
 
 def advantage_metrics(batch: TensorDict | None) -> dict[str, float]:
-    """How far the advantages of a step's response tokens spread."""
+    """How far the advantages of a step's response tokens spread, and how far the policy is from a teacher."""
     if batch is None:
         return {}
     values = batch["advantages"].values()[batch["response_mask"].values()]
     metrics = {"advantages/std": values.std(), "advantages/min": values.min(), "advantages/max": values.max()}
+    if "teacher_logprobs" in batch:
+        apart = batch["old_logprobs"].values() - batch["teacher_logprobs"].values()
+        metrics["teacher/kl"] = apart[batch["response_mask"].values()].mean()
     return {name: float(value) for name, value in metrics.items()}
 
 
@@ -215,6 +273,7 @@ def job_of(config: TrainConfig, world: int, device: torch.device, total: int) ->
         longest=config.data.max_prompt_tokens + config.rollout.max_response_tokens,
         rows=-(-batch.prompts_per_step // engines) * batch.samples_per_prompt,
         reference=bool(config.algorithm.kl_coefficient),
+        teacher=read_config(config.teacher) if config.teacher is not None else None,
         off_policy=config.needs_old_logprobs,
         on_cpu=device.type == "cpu",
     )

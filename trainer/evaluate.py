@@ -48,6 +48,7 @@ def evaluate(given: argparse.Namespace, config: TrainConfig, device: torch.devic
         found = on_controller(lambda: stack.enter_context(model_at(given.model, given.step)))
         config.model.path, step, version = from_controller(found)
         config.actor = ActorConfig(max_tokens_per_microbatch=sys.maxsize)  # nothing trains
+        config.algorithm.teacher = None
         check_weights(config.model)
         config.check_longest()
         prompts, parts = on_controller(lambda: load_parts(config, given.by)) or (None, {})

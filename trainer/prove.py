@@ -86,6 +86,7 @@ def prove_cuts(config: TrainConfig, device: torch.device, record: Path, console:
     # Every cut would be traced anew, and float32 attention breaks a layer in three: only where it is asked for.
     config.actor.compile = bool(config.actor.compile)
     proven = f"{config.model} {config.algorithm} {config.actor} {config.rollout.temperature} {config.seed}"
+    proven += f" {config.rewards.weights}"
     known = json.loads(record.read_text()) if record.is_file() else {}
     known = known if known.pop("of", None) == proven else {}
     table = Table("dp_replicate x dp_shard x tp", "micro-batches", "loss", "gradient norm", "apart", "", box=None)
@@ -153,9 +154,11 @@ def one_update(
     if batch is not None:
         mask, ours, noise = (batch[name].values() for name in ("response_mask", "old_logprobs", "noise"))
         # Off-policy, so that the ratio counts.
-        for i, name in enumerate(("old_logprobs", "ref_logprobs", "rollout_logprobs")):
+        teacher = ["teacher_logprobs"] if config.teacher is not None else []
+        for i, name in enumerate(["old_logprobs", "ref_logprobs", "rollout_logprobs", *teacher]):
             batch[name] = with_values(batch["response_mask"], ours + noise.roll(i) * mask)
-        batch = weigh_tokens(compute_advantages(batch, config.algorithm), config.algorithm)
+        batch = compute_advantages(batch, config.algorithm, config.rewards.weights)
+        batch = weigh_tokens(batch, config.algorithm)
         if shuffled:
             batch = select(batch, torch.randperm(len(batch), generator=torch.Generator().manual_seed(1)).tolist())
     metrics = actor.update_minibatch(batch)
@@ -179,6 +182,8 @@ def random_batch(config: TrainConfig) -> TensorDict:
         "truncated": torch.rand(groups * size, generator=random) < 0.2,
         "group": torch.arange(groups * size) // size,
     }
+    for name in config.rewards.weights:
+        fields[f"rewards/{name}"] = torch.randint(0, 3, (groups * size,), generator=random) / 2
     return make_batch(fields)
 
 
@@ -199,7 +204,10 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def prove_stillness(config: TrainConfig, device: torch.device, run_folder: Path, console: Console) -> bool:
-    """Train with a learning rate of 0: ratio 1, KL 0, the rollout's gap flat, and no weight another than before."""
+    """Train with a learning rate of 0: ratio 1, KL 0, the rollout's gap flat, and no weight another than before.
+
+    A ratio to the engine's probabilities is as far from 1 as these are from the trainer's, and no further.
+    """
     config = copy.deepcopy(config)
     config.steps, config.epochs, config.actor.learning_rate, config.data.eval = STILL_STEPS, None, 0.0, None
     # Two passes, so that the ratio is of log-probabilities that were computed twice; a KL term for the reference.
@@ -221,8 +229,10 @@ def prove_stillness(config: TrainConfig, device: torch.device, run_folder: Path,
     rows = read_metrics(run_folder)
     exact = compute_dtype(config.model, device) == torch.float32
     gaps = [row["rollout/logprob_gap"] for row in rows]
+    apart = max(math.expm1(row["rollout/logprob_gap_max"]) for row in rows) * (config.algorithm.ratio_to == "rollout")
+    ratio = max(abs(row["ratio/max"] - 1) for row in rows)
     findings = [
-        ("ratio, furthest from 1", max(abs(row["ratio/max"] - 1) for row in rows), 1e-4 if exact else 0.1),
+        ("ratio, furthest from 1", ratio, (1e-4 if exact else 0.1) + apart),
         ("KL to the reference", max(abs(row["kl"]) for row in rows), 1e-6 if exact else 1e-3),
         ("gap to the rollout, largest over smallest", max(gaps) / max(min(gaps), 1e-7), 2.0),
         ("weights that moved", len(moved), 0),

@@ -9,8 +9,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from grpo.config import ConfigError, nearest
-from trainer.checkpoint import complete_checkpoints, read_progress
+from omegaconf import OmegaConf
+
+from grpo.config import ConfigError, describe, nearest, to_yaml
+from trainer.checkpoint import complete_checkpoints, newest_whole, read_progress
 from trainer.config import RunConfig, TrackingConfig
 
 
@@ -22,19 +24,25 @@ class Run:
     resumed: Path | None = None
     step: int = 0  # of that checkpoint
     data: dict[str, Any] | None = None  # the state of the data at that checkpoint
+    auto: bool = False  # whether a run that is finished is nothing to refuse
+    passed: tuple[str, ...] = ()  # a sentence about each newer checkpoint, which is damaged
+    changed: str = ""  # one on the settings that were others before
 
     def check_unfinished(self, steps: int | None) -> None:
         """Raise ConfigError where a run of so many `steps` has none left; None: they are not known yet."""
-        if self.resumed is not None and steps is not None and self.step >= steps:
+        if self.resumed is not None and not self.auto and steps is not None and self.step >= steps:
             raise ConfigError(
                 f"checkpoint.resume=true, but {self.folder} is finished: its newest checkpoint is of step {self.step} "
                 f"and steps={steps}; raise steps to train on, or write the policy with python -m trainer export."
             )
 
     def begin(self) -> str:
-        """Move an earlier run's folder to the first free NAME.previous-N; returns a sentence for the user."""
+        """Move an earlier run's folder to the first free NAME.previous-N; returns what to tell the user."""
         if self.resumed is not None:
-            return f"Going on after step {self.step} from {self.resumed}."
+            for step, path in complete_checkpoints(self.folder).items():
+                if step > self.step:  # damaged; the next one that is saved removes it
+                    path.rename(path.with_suffix(".partial"))
+            return "\n".join((*self.passed, f"Going on after step {self.step} from {self.resumed}.{self.changed}"))
         if not holds_run(self.folder):
             return f"The run is in {self.folder}."
         aside = _free_name(self.folder)
@@ -55,12 +63,16 @@ def open_run(config: RunConfig) -> Run:
     folder = run_folder(config.tracking)
     checkpoints = complete_checkpoints(folder)
     if config.checkpoint.resume:
-        if not checkpoints:
-            raise ConfigError(f"checkpoint.resume=true, but {folder} has no checkpoint: {_way_out(config.tracking)}")
-        newest = max(checkpoints)
-        run = Run(folder, checkpoints[newest], newest, read_progress(checkpoints[newest])["data"])
-        run.check_unfinished(config.steps)
-        return run
+        newest, passed = newest_whole(folder)
+        if newest is None and (passed or config.checkpoint.resume is True):
+            way_out = "begin anew by checkpoint.overwrite=true." if passed else _way_out(config.tracking)
+            raise ConfigError(" ".join((*passed, f"checkpoint.resume=true, but {folder} has no checkpoint: {way_out}")))
+        if newest is not None:
+            progress, auto = read_progress(newest), config.checkpoint.resume == "auto"
+            rest = tuple(passed), compare_settings(folder, config)
+            run = Run(folder, newest, progress["step"], progress["data"], auto, *rest)
+            run.check_unfinished(config.steps)
+            return run
     if checkpoints and not config.checkpoint.overwrite:
         raise ConfigError(
             f"{folder} has checkpoints of an earlier run (steps {', '.join(map(str, checkpoints))}): go on with it by "
@@ -74,6 +86,28 @@ def open_run(config: RunConfig) -> Run:
             moved = f"is in {folder}, which holds an earlier run and would be moved to {_free_name(folder)}"
             raise ConfigError(f"{key}={path} {moved}: choose another tracking.name.")
     return Run(folder)
+
+
+def compare_settings(folder: Path, config: RunConfig) -> str:
+    """A sentence on the settings that were others when the run in `folder` began, as its config.yaml says.
+
+    Raises ConfigError where the model was another: a checkpoint has neither its tokenizer nor what LoRA does not train.
+    """
+    if not (saved := folder / "config.yaml").is_file():
+        return ""
+    before, now = OmegaConf.load(saved), OmegaConf.create(to_yaml(config))
+    was, path = OmegaConf.select(before, "model.path"), config.model.path
+    if was and Path(was).expanduser().resolve() != Path(path or "").expanduser().resolve():
+        raise ConfigError(
+            f"checkpoint.resume goes on with {folder}, a run of model.path={was}, not of {path}: set it back, choose "
+            f"another tracking.name, or correct {saved} where the model has only moved."
+        )
+    missing, changed = object(), []
+    for key, *_ in describe(type(config)):
+        old, new = OmegaConf.select(before, key, default=missing), OmegaConf.select(now, key)
+        if old not in (new, missing) and key != "epochs" and not key.startswith(("checkpoint.", "tracking.")):
+            changed.append(f"{key}={new} (was {old})")
+    return f" Changed since: {', '.join(changed)}." if changed else ""
 
 
 def run_folder(tracking: TrackingConfig) -> Path:

@@ -44,17 +44,18 @@ class Screen:
         self._step_seconds: deque[float] = deque(maxlen=20)
         self._curves: dict[str, list[float]] = {key: [] for key, _ in self.curves}
         self._latest: dict[str, float] = {}
+        self._bad: Sequence[str] = ()
         for row in history:
             self._remember(row)
 
-    def record(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Take in one step's metrics. The first step of a process is not timed: it pays for warming up."""
+    def record(self, step: int, metrics: Mapping[str, float], bad: Sequence[str] = ()) -> None:
+        """Take in one step's metrics, and what is `bad` in them. A process's first step, a warm-up, is not timed."""
         now = time.monotonic()
         if step > self._start:
             if self._logged_at is not None:
                 self._step_seconds.append((now - self._logged_at) / (step - self._step))
             self._logged_at = now
-        self._step = step
+        self._step, self._bad = step, bad
         self._remember(metrics)
 
     @property
@@ -66,7 +67,8 @@ class Screen:
         """One step in plain ASCII, for logs."""
         shown = [f"{label} {_short(metrics[key])}" for key, label in self.in_line if key in metrics]
         times = f"elapsed {_hms(self.elapsed)}", f"remaining {self._remaining()}"
-        return "  ".join([f"step {self._step}/{self._total}", *shown, *times])
+        bad = [f"({', '.join(self._bad)})"] if self._bad else []
+        return "  ".join([f"step {self._step}/{self._total}", *shown, *times, *bad])
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         width, times = options.max_width, (f"{_hms(self.elapsed)} elapsed", f"{self._remaining()} left")
@@ -88,6 +90,8 @@ class Screen:
         yield curves
         numbers = [(label, self._latest[key], unit) for key, label, unit in self.numbers if key in self._latest]
         yield Text.from_markup("   ".join(f"[dim]{label}[/] {_short(value)}{unit}" for label, value, unit in numbers))
+        if self._bad:
+            yield Text(", ".join(self._bad), style="red")
 
     def _remember(self, metrics: Mapping[str, Any]) -> None:
         values = {key: math.nan if value is None else value for key, value in metrics.items()}

@@ -17,6 +17,8 @@ from grpo.data import Prompt, PromptStream, load_prompts, tokenize_responses
 from grpo.data_config import DataConfig
 from trainer.checkpoint import Checkpoints, export
 from trainer.config import SftConfig, sizes_table
+from trainer.death import Notice
+from trainer.health import Health
 from trainer.record import read_metrics
 from trainer.runs import Run
 from trainer.screen import SftScreen
@@ -78,9 +80,9 @@ def batch_of_demonstrations(prompts: Sequence[Prompt], responses: Sequence[list[
     return make_batch({"tokens": jagged(tokens), "response_mask": jagged(mask)})
 
 
-def run_sft(config: SftConfig, device: torch.device, run: Run) -> None:
+def run_sft(config: SftConfig, device: torch.device, run: Run, notice: Notice) -> None:
     """Train the policy to imitate `data.response_column`, and leave it as a Hugging Face folder, RUN/model."""
-    checkpoints, watch = Checkpoints(run.folder, config.checkpoint.keep), Stopwatch(device.type == "cuda")
+    checkpoints, watch = Checkpoints(run.folder, config, notice), Stopwatch(device.type == "cuda")
     with ExitStack() as stack:
 
         def begin() -> tuple[Demonstrations, Tracker]:
@@ -93,12 +95,15 @@ def run_sft(config: SftConfig, device: torch.device, run: Run) -> None:
             (run.folder / "config.yaml").write_text(to_yaml(config))
             tracker.say(said)
             tracker.say(sizes_table(config, dist.get_world_size()))
+            notice.say = tracker.say
             return data, tracker
 
         data, tracker = on_controller(begin) or (None, None)
         config.steps = from_controller(config.steps)
         layout = make_training_layout(device, config.actor.replicate, config.actor.tensor_parallel)
         actor = ActorWorker(config.model, config.actor, AlgorithmConfig(), layout, 1.0, config.steps)
+        if (said := checkpoints.begin(actor)) and tracker:
+            tracker.say(said)
         if run.resumed is not None:
             checkpoints.load(run.resumed, actor)
 
@@ -114,14 +119,16 @@ def run_sft(config: SftConfig, device: torch.device, run: Run) -> None:
 
         if run.step == 0 and (before := evaluate()):
             tracker.log(0, before | watch.metrics())
+        notice.stepping, health = True, Health(tracker, run.folder, config.actor.skipped_limit)
         for step in range(run.step + 1, config.steps + 1):
             with watch("step"):
-                metrics = actor.sft_update(data.next() if tracker else None)
+                batch = data.next() if tracker else None
+                metrics = actor.sft_update(batch)
             if config.is_due(step, config.evaluation.every):
                 metrics |= evaluate()
-            if tracker is not None:
-                tracker.log(step, metrics | watch.metrics())
-            if config.is_due(step, config.checkpoint.every):
+            times = watch.metrics()
+            on_controller(lambda step=step, metrics=metrics | times, batch=batch: health.record(step, metrics, batch))
+            if checkpoints.wanted(step, metrics):
                 checkpoints.save(step, actor, data.stream.state_dict() if tracker else None)
         if tracker is not None:
             export(run.folder, run.folder / "model")

@@ -18,6 +18,7 @@ from rich.live import Live
 from rich.text import Text
 
 from trainer.config import TrackingConfig
+from trainer.death import Stopped
 from trainer.pulse import Pulse
 from trainer.record import TensorBoard, Wandb, append_rows, open_record
 from trainer.screen import Screen
@@ -29,6 +30,7 @@ PHASES = {
     "evaluation": "evaluating the policy as it is",
     "rollout": "sampling and grading the first responses",
     "ref": "computing the reference's log-probabilities",
+    "teacher": "computing the teacher's log-probabilities",
     "old_logprobs": "computing the old log-probabilities",
     "update": "making the first update (on CUDA layers are compiled for it)",
 }
@@ -119,21 +121,24 @@ class Tracker:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self.close(failed=kind is not None)
+        self.close(failed=kind not in (None, Stopped))
 
     @property
     def elapsed(self) -> float:
         return self._screen.elapsed
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record one step's metrics as one row, everywhere. Steps must ascend; NaN and inf are null in the row."""
+    def log(self, step: int, metrics: Mapping[str, float], bad: Sequence[str] = ()) -> None:
+        """Record one step's metrics as one row, everywhere, and show what is `bad` in them.
+
+        Steps must ascend; NaN and inf are null in the row.
+        """
         assert step > self._last_step, f"step {step} was logged after step {self._last_step}"
         if self._pulse is not None and step > self._start_step:
             self._pulse.end()
         self._last_step = step
         metrics = {key: float(value) for key, value in metrics.items()}
         append_rows(self._folder / "metrics.jsonl", step, [metrics])
-        self._screen.record(step, metrics)
+        self._screen.record(step, metrics, bad)
         for dashboard in self._dashboards:
             dashboard.log(step, metrics)
         if not self._console.is_interactive:

@@ -6,6 +6,7 @@ worker methods split it over the ranks and gather what they return (workers/disp
 
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -18,19 +19,23 @@ from grpo.advantages import (
     keep_groups,
     overlong_penalty,
     prompts_missing,
+    signal_of,
 )
 from trainer.checkpoint import Checkpoints
 from trainer.config import TrainConfig
 from trainer.controller import Controller, advantage_metrics, batch_metrics, job_of, response_lengths
+from trainer.death import Notice
 from trainer.pulse import Pulse
 from trainer.runs import Run
+from trainer.scores import correct
 from trainer.tracking import Stopwatch
 from workers.actor import ActorWorker
 from workers.dispatch import from_controller, on_controller
+from workers.engines.protocol import Engine
 from workers.engines.torch_engine import share_of_memory
 from workers.memory import Peaks
 from workers.models.hub import read_tokenizer, stop_tokens
-from workers.parallel.mesh import make_inference_layout, make_training_layout
+from workers.parallel.mesh import InferenceLayout, make_inference_layout, make_training_layout
 from workers.plan import concurrent_samples
 from workers.ref import RefWorker
 from workers.rollout import Grader, RolloutWorker, make_engine
@@ -40,43 +45,45 @@ from workers.sharding import ShardingManager, expect_current, judge_gap
 class Trainer:
     """GRPO from a config to a trained policy. The process group must have been joined."""
 
-    def __init__(self, config: TrainConfig, device: torch.device, run: Run) -> None:
-        self.config, self.step = config, run.step
+    def __init__(self, config: TrainConfig, device: torch.device, run: Run, notice: Notice | None = None) -> None:
+        self.config, self.step, self.notice = config, run.step, notice or Notice()
         with ExitStack() as stack:  # ends all that was started where something here fails
             cuda = device.type == "cuda"
             peaks = Peaks(cuda)
             with Pulse("reading and tokenising the data"):
                 made = on_controller(lambda: Controller(config, device, run, peaks, stack))
             self.controller: Controller | None = made  # all that only rank 0 holds; None elsewhere
+            if made:
+                self.notice.say = made.tracker.say
             config.steps = from_controller(config.steps)  # which epochs may stand for
             self.watch = Stopwatch(cuda, self.controller.phase if self.controller else peaks)
             layout = make_training_layout(device, config.actor.replicate, config.actor.tensor_parallel)
             engines = make_inference_layout(device, config.rollout.tensor_parallel)
-            # The engine first, as it takes its share of the memory that it finds free.
-            with self.watch("engine_start"):
-                log = run.folder / f"engine-{engines.dp_rank}.log"
-                rollout, world = config.rollout, dist.get_world_size()
-                if rollout.engine == "sglang":  # the embedded one fills its memory by itself
-                    job = job_of(config, world, device, share_of_memory(device, 1.0))
-                    rollout = replace(rollout, concurrent_samples=concurrent_samples(job))
-                engine = make_engine(config.model, rollout, engines, config.seed + engines.dp_rank, log)
-            stack.callback(engine.shutdown)
             temperature, stop = config.rollout.temperature, stop_tokens(config.model)
+            self.ref = self.teacher = grade = None
+            # A reward that fails its own examples is refused before anything heavy is loaded.
+            if engines.tp_rank == 0:
+                with self.watch("rewards_start"):
+                    grade = stack.enter_context(Grader(config.rewards, read_tokenizer(config.model), stop))
+            # The engine before the actor, as it takes its share of the memory that it finds free.
+            with self.watch("engine_start"):
+                engine = start_engine(config, engines, run.folder / f"engine-{engines.dp_rank}.log")
+            stack.callback(engine.shutdown)
             sizes = {"minibatches": config.batch.minibatches_per_step, "epochs": config.batch.epochs_per_step}
-            self.ref = grade = None
             with self.watch("actor_start"):
                 self.actor = ActorWorker(
                     config.model, config.actor, config.algorithm, layout, temperature, config.total_updates, **sizes
                 )
                 if config.algorithm.kl_coefficient:
                     self.ref = RefWorker(config.model, config.actor, layout, temperature, self.actor.policy)
-            if engines.tp_rank == 0:
-                with self.watch("rewards_start"):
-                    grade = stack.enter_context(Grader(config.rewards, read_tokenizer(config.model), stop))
+                if config.teacher is not None:
+                    self.teacher = RefWorker(config.teacher, config.actor, layout, temperature, name="teacher")
             progress = self.controller.tracker.progress if self.controller else None
             self.rollout = RolloutWorker(config.rollout, engine, engines, stop, config.seed, grade, progress)
-            self.sharding = ShardingManager(self.actor, self.rollout, self.ref, peaks)
-            self.checkpoints = Checkpoints(run.folder, config.checkpoint.keep)
+            refs = [ref for ref in (self.ref, self.teacher) if ref is not None]
+            self.sharding = ShardingManager(self.actor, self.rollout, refs, peaks)
+            self.checkpoints = Checkpoints(run.folder, config, self.notice)
+            self.say(self.checkpoints.begin(self.actor))
             if run.resumed is not None:
                 self.checkpoints.load(run.resumed, self.actor)
             self.stack = stack.pop_all()
@@ -86,6 +93,7 @@ class Trainer:
         watch = self.watch
         if self.step == 0:
             self.record(self.evaluate())
+        self.notice.stepping = True
         while self.step < self.config.steps:
             self.step += 1
             with watch("step"):
@@ -98,18 +106,21 @@ class Trainer:
                 if self.ref is not None:  # only where a KL term asks for it
                     with watch("ref"):
                         batch = self.ref.compute_logprobs(batch)
-                if self.config.needs_old_logprobs:  # only where a step makes several updates
+                if self.teacher is not None:  # only where there is one to learn from
+                    with watch("teacher"):
+                        batch = self.teacher.compute_logprobs(batch)
+                if self.config.needs_old_logprobs:  # only with several updates a step, or for advantages made of them
                     with watch("old_logprobs"):
                         batch = self.actor.compute_logprobs(batch)
-                batch = compute_advantages(batch, self.config.algorithm)
+                batch = compute_advantages(batch, self.config.algorithm, self.config.rewards.weights)
                 with watch("update"):
                     metrics |= advantage_metrics(batch) | self.actor.update(batch)
             self.say(judge_gap(metrics, self.sharding))  # do engine and trainer compute the same?
             metrics |= self.rollout.metrics | self.sharding.metrics
             if self.is_due(self.config.evaluation.every):
                 metrics |= self.evaluate()
-            self.record(metrics)  # before the checkpoint: a run that goes on from it must have this row
-            if self.is_due(self.config.checkpoint.every):
+            self.record(metrics, batch)  # before the checkpoint: a run that goes on from it must have this row
+            if self.checkpoints.wanted(self.step, metrics):  # it is due, the best so far, or the last for a signal
                 with watch("checkpoint"):  # its time stands in the next row
                     position = self.controller.stream.state_dict() if self.controller else None
                     self.checkpoints.save(self.step, self.actor, position)
@@ -134,7 +145,7 @@ class Trainer:
         config, count = self.config, torch.zeros((), dtype=torch.int64)
         if len(rounds) > config.algorithm.resample_rounds:
             return 0
-        if self.controller and (missing := prompts_missing(rounds, config.batch.prompts_per_step)):
+        if self.controller and (missing := prompts_missing(rounds, config.batch.prompts_per_step, config.algorithm)):
             count.fill_(max(missing, self.rollout.layout.dp_size))  # each engine needs one
         dist.broadcast(count, 0)
         return int(count)
@@ -144,21 +155,20 @@ class Trainer:
         if not self.controller:
             return None, {}
         algorithm, batch = self.config.algorithm, join_rounds(rounds)
-        metrics = batch_metrics(batch)
+        metrics = batch_metrics(batch, signal_of(batch, algorithm))
         if algorithm.resample_rounds:
             metrics |= {"resampling/rounds": len(rounds) - 1, "resampling/groups": len(batch["group"].unique())}
-            batch = keep_groups(batch, self.config.batch.prompts_per_step)
-            signal = groups_with_signal(batch["rewards"], batch["group"])
+            batch = keep_groups(batch, self.config.batch.prompts_per_step, algorithm)
+            signal = groups_with_signal(signal_of(batch, algorithm), batch["group"])
             metrics["resampling/filled"] = 1 - float(signal.float().mean())
         if algorithm.overlong_share:
             longest = self.config.rollout.max_response_tokens
-            penalty = overlong_penalty(response_lengths(batch), longest, algorithm.overlong_share)
-            batch["rewards"] = batch["rewards"] + penalty
-            metrics["reward/overlong/mean"] = float(penalty.mean())
+            batch["penalties"] = overlong_penalty(response_lengths(batch), longest, algorithm.overlong_share)
+            metrics["reward/overlong/mean"] = float(batch["penalties"].mean())
         return batch, metrics
 
     def evaluate(self) -> dict[str, float]:
-        """Accuracy and length on the held-out prompts, as metrics under eval/; empty where there are none."""
+        """Accuracy, pass@k and length on the held-out prompts, as metrics under eval/; empty where there are none."""
         if not self.config.data.eval:
             return {}
         config = self.config.evaluation
@@ -170,15 +180,16 @@ class Trainer:
         if not self.controller:
             return {}
         self.controller.show(self.step, self.rollout.trajectories)
-        correct = batch[f"rewards/{config.accuracy or next(iter(self.config.rewards.weights))}"] >= 1 - 1e-6
-        metrics = batch_metrics(batch) | self.controller.judge(batch, correct)
+        right = correct(batch, self.config.accuracy_reward)
+        metrics = batch_metrics(batch) | self.controller.judge(batch, right)
         metrics["time/sync"] = self.sharding.metrics["time/sync"]
         return {f"eval/{name}": value for name, value in metrics.items()}
 
-    def record(self, metrics: dict[str, float]) -> None:
+    def record(self, metrics: dict[str, float], batch: TensorDict | None = None) -> None:
+        """Record a step that learned from `batch`; raises ConfigError on every rank where the run had better end."""
         times = self.watch.metrics()
-        if self.controller and metrics:  # none where there is nothing to evaluate before the first step
-            self.controller.record(self.step, metrics | times)
+        # No metrics where there is nothing to evaluate before the first step.
+        on_controller(lambda: metrics and self.controller.record(self.step, metrics | times, batch))
 
     def say(self, what: str | None) -> None:
         if self.controller and what:
@@ -186,3 +197,12 @@ class Trainer:
 
     def is_due(self, every: int) -> bool:
         return self.config.is_due(self.step, every)
+
+
+def start_engine(config: TrainConfig, layout: InferenceLayout, log: Path | None = None) -> Engine:
+    """The engine of `config` on the ranks of `layout`, asleep; `log` receives what it says."""
+    rollout, device = config.rollout, layout.device
+    if rollout.engine == "sglang":  # the embedded one fills its memory by itself
+        job = job_of(config, dist.get_world_size(), device, share_of_memory(device, 1.0))
+        rollout = replace(rollout, concurrent_samples=concurrent_samples(job))
+    return make_engine(config.model, rollout, layout, config.seed + layout.dp_rank, log)

@@ -12,6 +12,7 @@ from torch import Tensor
 from grpo.advantages import weigh_tokens
 from grpo.algorithm import AlgorithmConfig
 from grpo.batch import jagged, make_batch, select
+from grpo.config import ConfigError
 from grpo.losses import gap_metrics, policy_loss, sft_loss
 from grpo.metrics import Count, Max, Mean, Metric, Sum, flat, merge, over_updates, read
 from workers.config import ActorConfig, ModelConfig
@@ -23,6 +24,9 @@ from workers.offload import HostOffload
 from workers.optimizer import clip_gradients, learning_rate, make_optimizer
 from workers.parallel.mesh import TrainingLayout, peak_of
 from workers.parallel.policy import Policy, load_policy
+
+LARGEST = 1e6
+"""No weight of a model is so large, and products of a few such leave the range of its numbers in a forward pass."""
 
 TokenLoss = Callable[[Tensor, Tensor, dict[str, Tensor]], tuple[Tensor, dict[str, Metric]]]
 """From log-probabilities, entropies and fields of response tokens, [N] each: their loss and metrics."""
@@ -116,7 +120,10 @@ class ActorWorker(Worker):
     def _policy_update(self, batch: TensorDict) -> dict[str, Metric]:
         def loss(logprobs_N: Tensor, entropy_N: Tensor, fields: dict[str, Tensor]) -> tuple[Tensor, dict[str, Metric]]:
             total, metrics = policy_loss(logprobs_N, entropy_N, fields, self.algorithm)
-            return total, metrics | gap_metrics(logprobs_N, fields)
+            return total, metrics | (gap_metrics(logprobs_N, fields) if unmoved else {})
+
+        # Later updates of a step find another policy than the one that was sampled from.
+        unmoved = "old_logprobs" in batch or self.updates % (self.minibatches * self.epochs) == 0
 
         return self._one_update(batch, loss, self.algorithm.sees_whole_responses("old_logprobs" in batch))
 
@@ -161,6 +168,7 @@ class ActorWorker(Worker):
             for group in self.optimizer.param_groups:
                 group["lr"] = rate
             self.optimizer.step()
+            self._expect_weights(rate)
         self.optimizer.zero_grad()
         self.updates += 1
         if self.layout.device.type == "cuda":
@@ -172,6 +180,19 @@ class ActorWorker(Worker):
             figures["perf/update_mfu"] = speed / self.peak
         found |= {name: Mean(value) for name, value in figures.items()}
         return found | {"update/skipped": Count(int(not finite))}
+
+    def _expect_weights(self, rate: float) -> None:
+        """Raise ConfigError on every rank where the update at the learning `rate` left no weights to go on with."""
+        locals_ = [parameter.to_local() for parameter in self.parameters if parameter.requires_grad]
+        largest = torch._foreach_norm([local for local in locals_ if local.numel()], math.inf)
+        lost = (~(torch.stack(largest) <= LARGEST).all()).double()  # any comparison with NaN is false
+        dist.all_reduce(lost)
+        if lost:
+            raise ConfigError(
+                f"The update at the learning rate {rate:g} made weights that are beyond {LARGEST:g} or no number: the "
+                "policy is lost. Lower actor.learning_rate or raise actor.warmup_updates, and begin again or go on "
+                "from a checkpoint."
+            )
 
     def _read(self, metrics: dict[str, Metric], tokens: float) -> dict[str, Metric]:
         """The metrics over all ranks, as floats: the one wait for the device before the step."""

@@ -41,6 +41,11 @@ class OptimizerConfig:
     )
     final_learning_rate_ratio: float = option(0.0, "The last learning rate of linear and cosine, over the highest.")
     max_grad_norm: float = option(1.0, "Longest gradient; a longer one is scaled down to it.", above=0)
+    skipped_limit: int = option(
+        5,
+        "Steps in a row with an update that was skipped, as loss or gradient was not finite, after which the run ends.",
+        at_least=1,
+    )
 
     def check(self) -> None:
         """Raise ConfigError for the first value that cannot work."""
@@ -97,8 +102,8 @@ class ActorConfig(OptimizerConfig):
     )
     offload: list[str] = option(
         [],
-        "What waits in the host's memory while the engine serves: optimizer, parameters, reference (also while the "
-        "actor learns). Gradients are freed always.",
+        "What waits in the host's memory while the engine serves: optimizer, parameters, reference (and a teacher; both "
+        "also while the actor learns). Gradients are freed always.",
         choices=("optimizer", "parameters", "reference"),
     )
     lora: LoraConfig = option(LoraConfig, "")

@@ -105,6 +105,13 @@ def from_controller(value: Any) -> Any:
     return shared[0]
 
 
+def any_rank(flag: bool, group: dist.ProcessGroup | None = None) -> bool:
+    """Whether the `flag` of any rank is set, the same on every rank."""
+    flags = torch.tensor(int(flag))
+    dist.all_reduce(flags, dist.ReduceOp.MAX, group)
+    return bool(flags)
+
+
 def dispatched(*fields: str) -> Callable:
     """Mark a Worker method as run by all processes on rows of the controller's batch.
 

@@ -1,7 +1,7 @@
 """The memory of a device that engine and trainer share: its peaks, what the engine lets go of, who holds what."""
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -16,7 +16,7 @@ from workers.rollout import RolloutWorker
 MARGIN = 0.05
 """The share of a GPU's memory that is left unused, for what no prediction counts and for steps that need more."""
 
-PHASES = ("sync", "rollout", "ref", "old_logprobs", "update")
+PHASES = ("sync", "rollout", "ref", "teacher", "old_logprobs", "update")
 """The phases of a step that are predicted (workers/plan.py) and measured, by the names of their times."""
 
 
@@ -62,9 +62,9 @@ class SharedMemory:
     """Decides `release`, what the engine lets go of while the trainer works. weight_bytes: of the whole model."""
 
     def __init__(
-        self, actor: ActorWorker, ref: RefWorker | None, rollout: RolloutWorker, weight_bytes: int, peaks: Peaks
+        self, actor: ActorWorker, refs: Sequence[RefWorker], rollout: RolloutWorker, weight_bytes: int, peaks: Peaks
     ) -> None:
-        self.actor, self.ref, self.engine, self.peaks = actor, ref, rollout.engine, peaks
+        self.actor, self.refs, self.engine, self.peaks = actor, refs, rollout.engine, peaks
         self.device, self.chosen = actor.layout.device, rollout.config.release
         self.release = "kv+weights" if self.chosen == "auto" else self.chosen
         # The engine begins asleep, with nothing kept: what that gave back is what it wants again.
@@ -108,13 +108,12 @@ class SharedMemory:
     def table(self) -> str:
         """What holds how much of this process's device, one line each."""
         states = [state for held in self.actor.optimizer.state.values() for state in held.values()]
-        frozen = self.ref.policy.parameters() if self.ref and self.ref.policy is not self.actor.policy else ()
+        frozen = {ref.name: ref.policy.parameters() for ref in self.refs if ref.policy is not self.actor.policy}
         rows = {
             "actor: parameters (this rank's shards)": bytes_of(self.actor.parameters),
             "actor: gradients": bytes_of(p.grad for p in self.actor.parameters if p.grad is not None),
             "actor: optimizer": bytes_of(state for state in states if state.ndim),
-            "reference": bytes_of(frozen),
-        }
+        } | {f"{name}: parameters": bytes_of(parameters) for name, parameters in frozen.items()}
         if self.device.type == "cuda":
             free, total = torch.cuda.mem_get_info()
             rows["other tensors of the trainer"] = torch.cuda.memory_allocated() - sum(rows.values())

@@ -42,6 +42,7 @@ class Weights:
     root: int  # what is gathered with the embeddings, cut over tp_size alone
     layer: int  # a layer, cut over tp_size alone; 0 where layers are gathered with the embeddings
     head: int  # [V_local, H], this rank's rows of the vocabulary
+    teacher: "Weights | None" = None  # those of a teacher
 
     @classmethod
     def of(cls, config: transformers.PretrainedConfig, dp_shard: int, tp_size: int) -> "Weights":
@@ -78,6 +79,7 @@ class Job:
     longest: int  # tokens of the longest sample
     rows: int  # samples of a step, of one engine
     reference: bool = False
+    teacher: transformers.PretrainedConfig | None = None
     off_policy: bool = False  # the step begins with the policy's own log-probabilities
     on_cpu: bool = False  # `total` is of the host, to which nothing can be offloaded
 
@@ -86,7 +88,9 @@ class Job:
         return family_of(self.model)
 
     def weights(self) -> Weights:
-        return Weights.of(self.model, self.dp_shard, self.actor.tensor_parallel)
+        cuts = self.dp_shard, self.actor.tensor_parallel
+        teacher = Weights.of(self.teacher, *cuts) if self.teacher is not None else None
+        return replace(Weights.of(self.model, *cuts), teacher=teacher)
 
     @property
     def cache(self) -> int:
@@ -134,7 +138,9 @@ def predict(job: Job, weights: Weights | None = None) -> dict[str, Breakdown]:
     """What takes how many bytes at the fullest moment of each of PHASES that the job has, and between them (`rest`)."""
     w, e, family = weights or job.weights(), job.compute.itemsize, job.family
     stored = {"weights": MASTER * w.local, "optimizer": ADAM * w.local, "reference": e * w.local * job.reference}
-    offloaded = [] if job.on_cpu else [{"parameters": "weights"}.get(what, what) for what in job.actor.offload]
+    stored["teacher"] = e * w.teacher.local if w.teacher else 0
+    names = {"optimizer": ["optimizer"], "parameters": ["weights"], "reference": ["reference", "teacher"]}
+    offloaded = [] if job.on_cpu else [name for what in job.actor.offload for name in names[what]]
     kept = {what: size for what, size in stored.items() if what not in offloaded}
     copy, share = e * w.total // job.rollout.tensor_parallel, int(job.rollout.memory_fraction * job.total)
     if job.rollout.engine == "sglang":
@@ -149,10 +155,15 @@ def predict(job: Job, weights: Weights | None = None) -> dict[str, Breakdown]:
     buckets = bucket * (2 if job.dp_shard * job.actor.tensor_parallel > 1 else 1)
     awake = {"buckets": buckets, engine: max(left, copy)}
     phases = {"rest": rest, "sync": {"weights": stored["weights"]} | kept | awake, "rollout": kept | {engine: served}}
-    for name, asked_for in (("ref", job.reference), ("old_logprobs", job.off_policy)):
-        if asked_for:
-            phases[name] = rest | _logprobs(job, w)
-    return phases | {"update": rest | {"reference": kept.get("reference", 0)} | _update(job, w)}
+    if job.reference:
+        phases["ref"] = rest | _logprobs(job, w)
+        rest = rest | {"reference": kept.get("reference", 0)}  # nothing else needs it
+    if w.teacher:
+        phases["teacher"] = rest | _logprobs(replace(job, model=job.teacher), w.teacher)
+        rest = rest | {"teacher": kept.get("teacher", 0)}
+    if job.off_policy:
+        phases["old_logprobs"] = rest | _logprobs(job, w)
+    return phases | {"update": rest | _update(job, w)}
 
 
 def _update(job: Job, w: Weights) -> Breakdown:
@@ -202,7 +213,7 @@ def most_tokens(job: Job, weights: Weights) -> int | None:
 
     def too_large(steps: int) -> bool:
         other = job.having("actor", max_tokens_per_microbatch=steps * STEP)
-        return bool(_too_large(other, weights, ("ref", "old_logprobs", "update")))
+        return bool(_too_large(other, weights, ("ref", "teacher", "old_logprobs", "update")))
 
     least, most = ceil(job.longest / STEP), ceil(job.learned / STEP)
     # The whole update at once may fit where a little less does not: then no gradients are added up.
@@ -237,6 +248,7 @@ def advice(job: Job, weights: Weights) -> list[str]:
         "actor.reshard=true": job.having("actor", reshard=True),
         "actor.recompute=selective": job.having("actor", recompute="selective"),
         "actor.recompute=full": job.having("actor", recompute="full"),
+        "actor.offload=[reference]": job.having("actor", offload=["reference"]),
         "actor.offload=[optimizer]": job.having("actor", offload=["optimizer"]),
         "actor.offload=[optimizer,parameters]": job.having("actor", offload=["optimizer", "parameters"]),
     }

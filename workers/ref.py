@@ -1,4 +1,4 @@
-"""The RefWorker: the policy as it was at the start, frozen, for the KL term."""
+"""The RefWorker: a frozen policy, which is the one of the start, for the KL term, or a teacher."""
 
 from tensordict import TensorDict
 
@@ -15,7 +15,10 @@ from workers.parallel.policy import Policy, load_policy
 
 
 class RefWorker(Worker):
-    """The policy of the start, laid out as the actor's; beside adapters it is the actor's own policy with them off."""
+    """The policy of `model`, laid out as the actor's, which writes the field NAME_logprobs.
+
+    actors: the policy in training, where that began as `model`: beside adapters it serves here with them off.
+    """
 
     def __init__(
         self,
@@ -24,12 +27,13 @@ class RefWorker(Worker):
         layout: TrainingLayout,
         temperature: float,
         actors: Policy | None = None,
+        name: str = "ref",
     ) -> None:
         super().__init__(layout, family_of(read_config(model)).flops().cost)
         shared = actors is not None and config.lora.rank > 0
         compiled, reshard = config.compiles(layout.device), config.reshards(layout.dp_shard)
         self.policy = actors if shared else load_policy(model, layout, trains=False, compiled=compiled, reshard=reshard)
-        self.max_tokens, self.temperature = config.max_tokens_per_microbatch, temperature
+        self.max_tokens, self.temperature, self.name = config.max_tokens_per_microbatch, temperature, name
         self.offloads = "reference" in config.offload and not shared  # the actor's own policy is the actor's to move
         self.offloaded = HostOffload(layout.device)
         self.offload()
@@ -44,7 +48,7 @@ class RefWorker(Worker):
         self.offloaded.reload()
 
     def compute_logprobs(self, batch: TensorDict | None) -> TensorDict | None:
-        """The controller's batch with the field ref_logprobs [B, *] float32, the reference's own; None elsewhere."""
+        """The controller's batch with the field NAME_logprobs [B, *] float32, this policy's own; None elsewhere."""
         found = self._compute_logprobs(batch)
         return None if batch is None else batch.copy().update(found)
 
@@ -55,4 +59,4 @@ class RefWorker(Worker):
         with adapters_off(self.policy):
             logprobs = response_logprobs(self.policy, self.group, batch, self.max_tokens, self.temperature)
         self.offload()
-        return make_batch({"ref_logprobs": logprobs})
+        return make_batch({f"{self.name}_logprobs": logprobs})

@@ -25,6 +25,9 @@ class Sample:
     old: list[float]
     ref: list[float]
     rollout: list[float]
+    teacher: list[float]
+    parts: list[float | None]  # the rewards before their weights, None where one does not apply
+    ungraded: bool
 
 
 def by_prompt(samples):
@@ -51,11 +54,13 @@ def normalised(values):
 
 
 def compared(samples, values_of=normalised):
-    """(sample, its advantage, 1 / (size of its group x number of groups)), group by group."""
-    groups = by_prompt(samples)
-    for group in groups:
+    """(sample, its advantage, its share), group by group.
+
+    The share is 1 / (size of a group x number of groups), which makes of groups of unequal sizes a mean over responses.
+    """
+    for group in by_prompt(samples):
         advantages = values_of([sample.reward for sample in group])
-        yield from ((*pair, 1 / len(group) / len(groups)) for pair in zip(group, advantages, strict=True))
+        yield from ((*pair, 1 / len(samples)) for pair in zip(group, advantages, strict=True))
 
 
 def each_token(samples, values_of=normalised):
@@ -115,8 +120,10 @@ def dapo(samples, longest, buffer, beta=0.0, epsilon_low=0.2, epsilon_high=0.28)
     """DAPO, arXiv:2503.14476, equations 8, 9, 12 and 13.
 
     The sum of lengths below is that of the whole batch, as in its code; written for one prompt, the formula leaves it
-    open. The paper has no KL term: what `beta` adds is GRPO's, aggregated as the rest.
+    open. Groups of equal rewards, before any punishment, are none of the batch (equation 11). The paper has no KL term:
+    what `beta` adds is GRPO's, aggregated as the rest.
     """
+    samples = [sample for group in by_prompt(samples) for sample in group if len({one.reward for one in group}) > 1]
 
     def punishment(length):
         if length <= longest - buffer:
@@ -157,6 +164,96 @@ def cispo(samples, beta=0.0, epsilon_low=1.0, epsilon_high=4.0):
     return -objective / tokens_in(samples)
 
 
+def sapo(samples, beta=0.0, positive=1.0, negative=1.05):
+    """Soft Adaptive Policy Optimization, arXiv:2511.20347, equations 5 and 6: a gate 4 / tau sigmoid(tau (r - 1))."""
+    objective = 0.0
+    for sample, t, advantage, share in each_token(samples):
+        tau = positive if advantage > 0 else negative
+        gate = 4 / tau / (1 + torch.exp(-tau * (ratio_at(sample, t) - 1)))
+        objective = objective + share / len(sample.old) * (gate * advantage - beta * k3_at(sample, t))
+    return -objective
+
+
+def dppo(samples, beta=0.0, low=0.15, high=0.15, drift=1e-3):
+    """Divergence PPO, arXiv:2602.04879, binary total variation, to what the engine sampled from.
+
+    |pi - pi_rollout| of the sampled token is the total variation of "this token" and "any other". The drift term is
+    that of arXiv:2602.02276. The mean over the batch's tokens is that of prime-rl's code, where the two stand together.
+    """
+    objective = 0.0
+    for sample, t, advantage, _ in each_token(samples):
+        gap = sample.logprobs[t] - sample.rollout[t]
+        change = math.exp(sample.logprobs[t].item()) - math.exp(sample.rollout[t])
+        stopped = change > high if advantage > 0 else change < -low
+        gain = 0.0 if stopped else torch.exp(gap) * advantage
+        objective = objective + gain - beta * k3_at(sample, t) - drift * gap**2
+    return -objective / tokens_in(samples)
+
+
+def over_the_mean(rewards):
+    middle = mean(rewards)
+    return [(reward - middle) / middle if reward != middle else 0.0 for reward in rewards]
+
+
+def maxrl(samples, beta=0.0):
+    """Maximum Likelihood Reinforcement Learning, arXiv:2602.02710, Algorithm 1, with the ratio that PPO bounds.
+
+    The sum over a response's tokens is the log-probability of the response. The KL term is GRPO's, summed as the rest.
+    """
+    return -sum(
+        share * (surrogate(ratio_at(sample, t), advantage) - beta * k3_at(sample, t))
+        for sample, t, advantage, share in each_token(samples, over_the_mean)
+    )
+
+
+def maxrl_gradient(samples):
+    """What has MaxRL's gradient for rewards of 0 and 1: 1/K sum of right S_i - 1/N sum of S_i, S_i of log pi."""
+    objective = 0.0
+    for group in (groups := by_prompt(samples)):
+        right = [sample.logprobs.sum() for sample in group if sample.reward == 1]
+        if right:
+            objective = objective + sum(right) / len(right) - sum(s.logprobs.sum() for s in group) / len(group)
+    return -objective / len(groups)
+
+
+def each_normalised(samples, weights):
+    """Each sample with the weighed sum of its rewards, each normalised among those of its group that it applies to."""
+    totals = {id(sample): 0.0 for sample in samples}
+    for group in by_prompt(samples):
+        for k, weight in enumerate(weights):
+            there = [sample for sample in group if sample.parts[k] is not None]
+            values = [sample.parts[k] for sample in there]
+            for sample, value in zip(there, normalised(values) if values else [], strict=True):
+                totals[id(sample)] += weight * value
+    return [replace(sample, reward=totals[id(sample)]) for sample in samples]
+
+
+def gdpo(samples, weights, beta=0.0):
+    """GDPO, arXiv:2601.05242, equations 4 to 6: each reward by itself, then their sum over the batch's samples."""
+    summed = each_normalised(samples, weights)
+    objective = 0.0
+    for sample, advantage in zip(summed, normalised([sample.reward for sample in summed]), strict=True):
+        for t in range(len(sample.old)):
+            gain = surrogate(ratio_at(sample, t), advantage) - beta * k3_at(sample, t)
+            objective = objective + gain / len(sample.old) / len(samples)
+    return -objective
+
+
+def reinforce_plus_plus_baseline(samples, beta=0.0):
+    """REINFORCE++ with a baseline, arXiv:2501.03262: less the group's mean, then normalised over the batch's tokens.
+
+    The KL term is k2 in the loss, as the paper has it.
+    """
+    tokens = list(each_token(samples, lambda rewards: [reward - mean(rewards) for reward in rewards]))
+    values = normalised([advantage for _, _, advantage, _ in tokens])
+    return -sum(
+        share
+        / len(sample.old)
+        * (surrogate(ratio_at(sample, t), value) - beta * estimate("k2", sample.logprobs[t] - sample.ref[t]))
+        for (sample, t, _, share), value in zip(tokens, values, strict=True)
+    )
+
+
 def _less_log_ratios(sample, beta, first=0):
     """The reward less beta times the sum of log(pi / ref) from the token `first` on; the policy is the one sampled."""
     return sample.reward - beta * math.fsum(sample.old[t] - sample.ref[t] for t in range(first, len(sample.old)))
@@ -164,8 +261,11 @@ def _less_log_ratios(sample, beta, first=0):
 
 def _against_the_others(samples, beta):
     """As `each_token`, with the sample's return less the mean of those of its group's others for the advantage."""
-    returned = [replace(sample, reward=_less_log_ratios(sample, beta)) for sample in samples]
-    return each_token(returned, lambda values: [v - mean(values[:i] + values[i + 1 :]) for i, v in enumerate(values)])
+
+    def less_the_others(values):
+        return [v - mean(values[:i] + values[i + 1 :]) if len(values) > 1 else 0.0 for i, v in enumerate(values)]
+
+    return each_token([replace(s, reward=_less_log_ratios(s, beta)) for s in samples], less_the_others)
 
 
 def rloo(samples, beta=0.0):
@@ -254,43 +354,80 @@ def entropy_term(samples):
     return sum(sample.entropy.sum() / len(sample.old) / len(samples) for sample in samples)
 
 
-def corrected(samples, bounded, level):
-    """GRPO, each token's term weighted with `bounded` of trainer / rollout probability.
+def unlike(sample, t, level):
+    """The trainer's probability over the rollout's, of a token, of its response, or of that by geometric mean.
 
-    https://fengyao.notion.site/off-policy-rl has min(w, C); arXiv:2510.18855 has 0 outside [low, high]; the weight of
-    a sequence is the product of its tokens'.
+    https://fengyao.notion.site/off-policy-rl has the first; the weight of a sequence is the product of its tokens'.
     """
+    gaps = [old - rollout for old, rollout in zip(sample.old, sample.rollout, strict=True)]
+    return math.exp({"token": gaps[t], "sequence": math.fsum(gaps), "geometric": mean(gaps)}[level])
+
+
+def too_far_off(sample, advantage, most):
+    """DeepSeek-V3.2, arXiv:2512.02556, section 3.1: A < 0 and the response's mean log(pi_rollout / pi) above `most`."""
+    return advantage < 0 and mean([r - p for r, p in zip(sample.rollout, sample.logprobs.tolist(), strict=True)]) > most
+
+
+def weighted(samples, weight):
+    """GRPO, the objective of each token times weight(sample, t, its advantage)."""
+    return -sum(
+        share * weight(sample, t, advantage) * surrogate(ratio_at(sample, t), advantage) / len(sample.old)
+        for sample, t, advantage, share in each_token(samples)
+    )
+
+
+def taught(samples, coefficient):
+    """GRPO, each token's advantage less coefficient * log(pi_old / teacher): the reverse KL as a reward of its own."""
+    return -sum(
+        share
+        * surrogate(ratio_at(sample, t), advantage - coefficient * (sample.old[t] - sample.teacher[t]))
+        / len(sample.old)
+        for sample, t, advantage, share in each_token(samples)
+    )
+
+
+def sequence_ratio(samples, aggregate, constant, low, high):
+    """GSPO's ratio for all tokens of a response; with sequence_sum LUSPO, arXiv:2602.05261: |o_i| times GSPO's term."""
     objective = 0.0
-    for sample, t, advantage, share in each_token(samples):
-        gaps = [old - rollout for old, rollout in zip(sample.old, sample.rollout, strict=True)]
-        weight = bounded(math.exp(gaps[t] if level == "token" else math.fsum(gaps)))
-        objective = objective + share * weight * surrogate(ratio_at(sample, t), advantage) / len(sample.old)
+    for sample, advantage, _ in compared(samples):
+        length = len(sample.old)
+        gap = sum(sample.logprobs[t] - sample.old[t] for t in range(length))
+        gain = length * surrogate(torch.exp(gap / length), advantage, low, high)
+        objective = objective + gain / divisor(sample, samples, aggregate, constant)
     return -objective
 
 
-def masked(samples, truncated, no_signal, aggregate, constant):
+def divisor(sample, samples, aggregate, constant):
+    """What a token's term is divided by among those of `samples`: as GRPO, DAPO, RLOO and Dr. GRPO have it.
+
+    prompt_mean is DAPO's equation 8 to the letter: the mean over the tokens of a prompt, then over prompts.
+    """
+    return {
+        "token_mean": tokens_in(samples),
+        "prompt_mean": len(by_prompt(samples)) * tokens_in([s for s in samples if s.prompt == sample.prompt]),
+        "sequence_mean": len(samples) * len(sample.old),
+        "sequence_sum": len(samples),
+        "constant": len(samples) * constant,
+    }[aggregate]
+
+
+def masked(samples, truncated, no_signal, aggregate, constant, judged=lambda sample: sample.reward):
     """GRPO over the responses that are not masked, as if the others had only served for comparison.
 
-    `truncated` is the overlong filtering of arXiv:2503.14476, section 3.4. The aggregates are those of GRPO, DAPO,
-    RLOO and Dr. GRPO over what is left.
+    `truncated` is the overlong filtering of arXiv:2503.14476, section 3.4; groups have no signal where all that is
+    `judged` is equal.
     """
-    silent = [group[0].prompt for group in by_prompt(samples) if len({sample.reward for sample in group}) == 1]
+    silent = [group[0].prompt for group in by_prompt(samples) if len({judged(sample) for sample in group}) == 1]
 
     def counts(sample):
         return not (no_signal and sample.prompt in silent) and not (truncated and sample.truncated)
 
     left = [sample for sample in samples if counts(sample)]
-
-    def below(sample):
-        return {
-            "token_mean": tokens_in(left),
-            "sequence_mean": len(left) * len(sample.old),
-            "sequence_sum": len(left),
-            "constant": len(left) * constant,
-        }[aggregate]
-
     tokens = [(sample, t, advantage) for sample, t, advantage, _ in each_token(samples) if counts(sample)]
-    return -sum(surrogate(ratio_at(sample, t), advantage) / below(sample) for sample, t, advantage in tokens)
+    return -sum(
+        surrogate(ratio_at(sample, t), advantage) / divisor(sample, left, aggregate, constant)
+        for sample, t, advantage in tokens
+    )
 
 
 def advantages(samples, baseline, scale, beta=0.0, estimator="k1"):
@@ -315,10 +452,14 @@ def advantages(samples, baseline, scale, beta=0.0, estimator="k1"):
             found.append([value - everywhere if baseline == "batch_mean" else value for value in row])
     if scale == "none":
         return found
-    if scale == "batch_std":
-        spread = deviation([value for row in found for value in row])
+    if scale == "token_std":
+        values = [value for row in found for value in row]
+        return [[(value - mean(values)) / deviation(values) for value in row] for row in found]
+    if scale == "sample_std":
+        spread = deviation([to_go(sample, 0) for sample in samples])
         return [[value / spread for value in row] for row in found]
+    below = mean if scale == "group_mean" else deviation
     return [
-        [value / deviation(mine) if max(mine) > min(mine) else 0.0 for value in row]
+        [value / below(mine) if max(mine) > min(mine) else 0.0 for value in row]
         for row, mine in zip(found, groups, strict=True)
     ]

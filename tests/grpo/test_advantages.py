@@ -4,7 +4,14 @@ import pytest
 import reference
 import torch
 
-from grpo.advantages import compute_advantages, groups_with_signal, overlong_penalty, weigh_tokens
+from grpo.advantages import (
+    compute_advantages,
+    groups_with_signal,
+    overlong_penalty,
+    prompts_missing,
+    signal_of,
+    weigh_tokens,
+)
 from grpo.algorithm import AlgorithmConfig
 from grpo.batch import jagged, make_batch
 
@@ -125,6 +132,33 @@ def test_a_group_has_signal_where_its_rewards_differ():
     rewards = torch.tensor([1.0, 0.0, 1.0, 0.1, 0.1, 0.1, -2.0])
     groups = torch.tensor([9, 9, 4, 4, 70, 70, 3])
     assert groups_with_signal(rewards, groups).tolist() == [False, True, True, False]
+    rewards[[0, 5, 6]] = torch.nan  # which could not be graded
+    assert groups_with_signal(rewards, groups).tolist() == [False, True, False, False]
+
+
+def test_what_a_group_is_judged_by():
+    parts = {"rewards/right": torch.tensor([1.0, 1.0, torch.nan]), "penalties": torch.tensor([0.0, -1.0, 0.0])}
+    batch = batch_of([0.5, 2.0, 3.0], [0, 0, 0], failures=torch.tensor([0, 0, 2]), **parts)
+
+    def judged(**settings):
+        return signal_of(batch, AlgorithmConfig(**settings)).tolist()
+
+    assert judged() == pytest.approx([0.5, 2.0, torch.nan], nan_ok=True)
+    assert judged(ungraded="zero") == [0.5, 2.0, 3.0]
+    assert judged(signal_reward="right") == pytest.approx([1.0, 1.0, torch.nan], nan_ok=True)
+    assert judged(signal_reward="right", ungraded="zero") == [1.0, 1.0, 3.0]
+
+
+def test_a_penalty_counts_in_the_advantage_and_not_as_a_signal():
+    batch = batch_of([1.0, 1.0, 0.0, 0.0], [0, 0, 1, 1], penalties=torch.tensor([0.0, -0.5, 0.0, 0.0]))
+    assert compute_advantages(batch, AlgorithmConfig(scale="none"))["advantages"].values().tolist() == [
+        0.25,
+        -0.25,
+        0,
+        0,
+    ]
+    assert prompts_missing([batch], 2, AlgorithmConfig(resample_rounds=1)) == 2
+    assert batch["rewards"].tolist() == [1.0, 1.0, 0.0, 0.0]
 
 
 MASKS = [[False, True, True], [False, False], [True], [False, True, False, True, True]]
@@ -140,6 +174,10 @@ MASKS = [[False, True, True], [False, False], [True], [False, True, False, True,
         ({"aggregate": "token_mean", "mask_truncated": True}, [1 / 3, 0, 1 / 3, 0]),
         ({"aggregate": "sequence_mean", "mask_no_signal": True}, [0, 0, 1 / 2, 1 / 6]),
         ({"aggregate": "sequence_sum", "mask_no_signal": True, "mask_truncated": True}, [0, 0, 1, 0]),
+        ({"aggregate": "prompt_mean"}, [1 / 4, 0, 1 / 8, 1 / 8]),
+        ({"aggregate": "prompt_mean", "mask_truncated": True}, [1 / 4, 0, 1 / 2, 0]),
+        ({"aggregate": "prompt_mean", "mask_no_signal": True}, [0, 0, 1 / 4, 1 / 4]),
+        ({"aggregate": "sequence_mean", "resample_rounds": 2}, [0, 0, 1 / 2, 1 / 6]),
     ],
 )
 def test_what_a_token_weighs(choices, of_rows):
@@ -148,7 +186,7 @@ def test_what_a_token_weighs(choices, of_rows):
     assert_on_responses(weigh_tokens(batch, AlgorithmConfig(**choices))["loss_weights"], MASKS, of_rows)
 
 
-@pytest.mark.parametrize("aggregate", ["token_mean", "sequence_mean", "sequence_sum", "constant"])
+@pytest.mark.parametrize("aggregate", ["token_mean", "prompt_mean", "sequence_mean", "sequence_sum", "constant"])
 @pytest.mark.parametrize("name", ["mask_truncated", "mask_no_signal"])
 def test_where_all_is_masked_nothing_weighs_and_nothing_is_nan(name, aggregate):
     batch = batch_of([1.0] * 4, [7, 7, 2, 2], MASKS, truncated=torch.ones(4, dtype=torch.bool))

@@ -2,7 +2,8 @@
 
 import functools
 import itertools
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 import pytest
 import reference
@@ -19,14 +20,20 @@ from grpo.metrics import merge
 
 LONGEST = 10  # tokens of a response
 SEEDS = range(3)
+WEIGHTS = {"a": 1.0, "b": 0.5, "c": -2.0}
 REFERENCES = {
     "grpo": reference.grpo,
     "dr_grpo": lambda samples, beta: reference.dr_grpo(samples, constant=LONGEST, beta=beta),
     "dapo": lambda samples, beta: reference.dapo(samples, LONGEST, buffer=2, beta=beta),
     "gspo": reference.gspo,
     "cispo": reference.cispo,
+    "sapo": reference.sapo,
+    "dppo": reference.dppo,
+    "maxrl": reference.maxrl,
+    "gdpo": lambda samples, beta=0.0: reference.gdpo(samples, WEIGHTS.values(), beta),
     "rloo": reference.rloo,
     "reinforce++": reference.reinforce_plus_plus,
+    "reinforce++-baseline": reference.reinforce_plus_plus_baseline,
     "reinforce": reference.reinforce,
 }
 ON_POLICY_GRADIENTS = {"rloo": reference.rloo_gradient, "reinforce": reference.reinforce_gradient}
@@ -50,11 +57,12 @@ def mask_of(length, prompt):
     return torch.tensor([False] * prompt + [True] * min(length, 2) + tool + [True] * (length - 2))
 
 
-def problem(seed, on_policy=False):
+def problem(seed, on_policy=False, positive=False, ungraded=False):
     """16 responses of 1 to LONGEST tokens to 4 prompts, shuffled; the rewards of the first prompt are all equal.
 
     Off-policy, how far the policy has gone from the old one differs from sample to sample, so that narrow and wide
-    clips both let some through and stop some.
+    clips both let some through and stop some. positive: no reward is negative. ungraded: some samples could not be
+    graded, of one prompt none.
     """
     random = torch.Generator().manual_seed(seed)
     normal, uniform = (functools.partial(draw, generator=random) for draw in (torch.randn, torch.rand))
@@ -80,6 +88,14 @@ def problem(seed, on_policy=False):
     old = logprobs if on_policy else logprobs + moves[seq_id] * normal(count)
     ref, rollout = logprobs + 0.4 * normal(count), old + 0.4 * normal(count)
     entropy = 2 * uniform(count)
+    teacher = logprobs + normal(count)
+
+    # Three rewards, some of which do not apply: one is equal throughout a group, one applies to none of another.
+    parts_BK = torch.stack([whole(0, 2, 16) / 2, whole(-3, 3, 16), whole(0, 40, 16)], dim=1)
+    parts_BK[uniform(16, 3) < 0.2] = torch.nan
+    parts_BK[prompts == 2, 0], parts_BK[prompts == 7, 1] = 0.5, torch.nan
+    failed = ((whole(0, 3, 16) == 0) | (prompts == 3000)) & ungraded
+    rewards = (rewards - rewards.min() if positive else rewards).masked_fill(failed, 0.0)
 
     def rows(values_N):
         return values_N.split(lengths.tolist())
@@ -87,12 +103,15 @@ def problem(seed, on_policy=False):
     def field(values_N):
         return jagged([torch.zeros(len(m)).masked_scatter(m, v) for m, v in zip(masks, rows(values_N), strict=True)])
 
-    fields = {"old_logprobs": old, "ref_logprobs": ref, "rollout_logprobs": rollout}
+    fields = {"old_logprobs": old, "ref_logprobs": ref, "rollout_logprobs": rollout, "teacher_logprobs": teacher}
     fields = {"response_mask": jagged(masks)} | {name: field(values_N) for name, values_N in fields.items()}
-    batch = make_batch(fields | {"group": prompts, "rewards": rewards, "truncated": truncated})
+    fields |= {f"rewards/{name}": column for name, column in zip(WEIGHTS, parts_BK.T, strict=True)}
+    fields |= {"group": prompts, "rewards": rewards, "truncated": truncated, "failures": failed.long()}
+    batch = make_batch(fields)
     columns = [values_B.tolist() for values_B in (prompts, rewards, truncated)]
     columns += [[row.double().requires_grad_() for row in rows(values_N)] for values_N in (logprobs, entropy)]
-    columns += [[row.tolist() for row in rows(values_N)] for values_N in (old, ref, rollout)]
+    columns += [[row.tolist() for row in rows(values_N)] for values_N in (old, ref, rollout, teacher)]
+    columns += [[[None if math.isnan(x) else x for x in row] for row in parts_BK.tolist()], failed.tolist()]
     samples = [reference.Sample(*values) for values in zip(*columns, strict=True)]
     return Problem(samples, batch, on_policy, seq_id, logprobs.clone().requires_grad_(), entropy.requires_grad_())
 
@@ -106,11 +125,12 @@ def fields_of(case, config):
     """What a loss is given of the response tokens, each [N]."""
     batch = case.batch.copy()
     if config.overlong_share:
-        lengths = torch.bincount(case.seq_id)
-        batch["rewards"] = batch["rewards"] + overlong_penalty(lengths, LONGEST, config.overlong_share)
-    batch = weigh_tokens(compute_advantages(batch, config), config)
+        batch["penalties"] = overlong_penalty(torch.bincount(case.seq_id), LONGEST, config.overlong_share)
+    if config.teacher is None:
+        del batch["teacher_logprobs"]
+    batch = weigh_tokens(compute_advantages(batch, config, WEIGHTS), config)
     names = ["advantages", "loss_weights", "rollout_logprobs"]
-    names += ["old_logprobs"] if config.kl_in_reward or not case.on_policy else []
+    names += ["old_logprobs"] if config.needs_policy_logprobs or not case.on_policy else []
     names += ["ref_logprobs"] if config.kl_coefficient else []
     picked = batch["response_mask"].values()
     return {name: batch[name].values()[picked] for name in names} | {"seq_id": case.seq_id}
@@ -137,6 +157,10 @@ def assert_follows(case, config, expected):
         torch.testing.assert_close(our.double(), their, rtol=2e-5, atol=1e-6 * float(theirs[0].abs().max()))
 
 
+def problem_for(config, seed, on_policy=False, **more):
+    return problem(seed, on_policy, positive=config.scale == "group_mean", **more)
+
+
 def preset_config(preset, **changes):
     length = {"constant_length": LONGEST} if preset == "dr_grpo" else {}
     config = AlgorithmConfig.of(preset, **length, **changes)
@@ -153,7 +177,8 @@ def test_every_preset_has_its_reference():
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("on_policy", [False, True])
 def test_a_preset_is_its_papers_formula(on_policy, preset, beta, seed):
-    case, config = problem(seed, on_policy), preset_config(preset, kl_coefficient=beta)
+    config = preset_config(preset, kl_coefficient=beta)
+    case = problem_for(config, seed, on_policy)
     in_reward = preset in ("rloo", "reinforce++", "reinforce")
     assert config.kl_in_reward == (in_reward and beta > 0)
     assert_follows(case, config, REFERENCES[preset](case.samples, beta))
@@ -164,11 +189,24 @@ def test_a_preset_is_its_papers_formula(on_policy, preset, beta, seed):
         torch.testing.assert_close(ours.double(), theirs, rtol=2e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("preset", [name for name in PRESETS if name not in ("rloo", "reinforce")])
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_sample_that_could_not_be_graded_counts_as_if_it_had_not_been_sampled(preset, seed):
+    config = preset_config(preset, kl_coefficient=0.1)
+    case = problem_for(config, seed, ungraded=True)
+    graded = [sample for sample in case.samples if not sample.ungraded]
+    assert len({sample.prompt for sample in graded}) == 3
+    assert_follows(case, config, REFERENCES[preset](graded, 0.1))
+    if preset != "gdpo":  # each reward of its own says what it is worth
+        assert_follows(case, replace(config, ungraded="zero"), REFERENCES[preset](case.samples, 0.1))
+
+
+@pytest.mark.parametrize("preset", [name for name in PRESETS if name not in ("rloo", "reinforce", "sapo")])
 def test_the_problems_reach_both_sides_of_a_presets_clips(preset):
     config = preset_config(preset)
     reached = {"clip/low": 0, "clip/high": 0}
-    for case in map(problem, SEEDS):
+    for seed in SEEDS:
+        case = problem_for(config, seed)
         _, metrics = loss_of(case, config)
         reached = {name: count + int(metrics[name].value) for name, count in reached.items()}
         assert sum(int(metrics[name].value) for name in reached) < len(case.logprobs) / 2
@@ -217,36 +255,126 @@ def test_kl_in_the_loss(estimator, with_ratio, on_policy, seed):
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("on_policy", [True, False])
-@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
 @pytest.mark.parametrize("kind", ["truncate", "mask"])
 def test_correction(kind, level, on_policy, seed):
     case = problem(seed, on_policy)
-    bounds = {"correction_low": 0.7, "correction_high": 1.6}
+    low, high = (0.95, 1.1) if level == "geometric" else (0.7, 1.6)
     others = {"kl_coefficient": 0.3, "entropy_coefficient": 0.2}
+    bounds = {"correction_low": low, "correction_high": high}
     config = AlgorithmConfig(correction=kind, correction_level=level, **bounds, **others)
     config.check()
 
     def bounded(weight):
         if kind == "truncate":
-            return min(weight, 1.6)
-        return weight if 0.7 <= weight <= 1.6 else 0.0
+            return max(low, min(weight, high))
+        return weight if low <= weight <= high else 0.0
+
+    def weight(sample, t, advantage):
+        return bounded(reference.unlike(sample, t, level))
 
     # Neither the KL term nor the bonus is weighted: they are the policy's own.
     others = 0.3 * reference.kl_term(case.samples, "k3", False) - 0.2 * reference.entropy_term(case.samples)
-    assert_follows(case, config, reference.corrected(case.samples, bounded, level) + others)
+    assert_follows(case, config, reference.weighted(case.samples, weight) + others)
     _, metrics = loss_of(case, config)
-    weights = []
-    for sample in case.samples:
-        gaps = torch.tensor(sample.old, dtype=torch.float64) - torch.tensor(sample.rollout, dtype=torch.float64)
-        weights += (gaps if level == "token" else gaps.sum().expand(len(gaps))).exp().tolist()
+    weights = [reference.unlike(sample, t, level) for sample in case.samples for t in range(len(sample.old))]
     assert float(metrics["correction/mean"].value) == pytest.approx(sum(map(bounded, weights)), rel=1e-4)
+    assert min(weights) < low < high < max(weights)
     outside = sum(bounded(weight) != weight for weight in weights)
     assert 0 < int(metrics["correction/bounded"].value) == outside < len(weights)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("masks", [("truncated",), ("no_signal",), ("truncated", "no_signal")])
-@pytest.mark.parametrize("aggregate", ["token_mean", "sequence_mean", "sequence_sum", "constant"])
+@pytest.mark.parametrize("on_policy", [True, False])
+@pytest.mark.parametrize("correction", ["none", "truncate"])
+def test_whole_responses_are_rejected_beside_the_weights_of_tokens(correction, on_policy, seed):
+    case = problem(seed, on_policy)
+    config = AlgorithmConfig(reject_low=0.85, reject_high=1.15, correction=correction, kl_coefficient=0.3)
+    config.check()
+
+    def weight(sample, t, advantage):
+        token = min(reference.unlike(sample, t, "token"), 2.0) if correction == "truncate" else 1.0
+        return token * (0.85 <= reference.unlike(sample, t, "geometric") <= 1.15)
+
+    expected = reference.weighted(case.samples, weight) + 0.3 * reference.kl_term(case.samples, "k3", False)
+    assert_follows(case, config, expected)
+    means = [reference.unlike(sample, 0, "geometric") for sample in case.samples for _ in sample.old]
+    assert min(means) < 0.85 < 1.15 < max(means)
+    rejected = sum(not 0.85 <= mean <= 1.15 for mean in means)
+    assert int(loss_of(case, config)[1]["correction/rejected"].value) == rejected < len(means)
+    for one in ({"reject_low": 0.85}, {"reject_high": 1.15}):  # each bound by itself
+        alone = int(loss_of(case, AlgorithmConfig(**one))[1]["correction/rejected"].value)
+        assert 0 < alone < rejected
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("on_policy", [True, False])
+@pytest.mark.parametrize("most", [0.0, 0.1])
+def test_bad_responses_that_the_policy_has_left_are_masked(most, on_policy, seed):
+    case, config = problem(seed, on_policy), AlgorithmConfig(off_policy_mask=most, kl_coefficient=0.3)
+    config.check()
+
+    def weight(sample, t, advantage):
+        return float(not reference.too_far_off(sample, advantage, most))
+
+    expected = reference.weighted(case.samples, weight) + 0.3 * reference.kl_term(case.samples, "k3", False)
+    assert_follows(case, config, expected)
+    judged = [(reference.too_far_off(s, a, most), a < 0) for s, _, a, _ in reference.each_token(case.samples)]
+    masked = int(loss_of(case, config)[1]["correction/off_policy"].value)
+    assert 0 < masked == sum(far for far, _ in judged) < sum(bad for _, bad in judged)
+    good = [sample for sample, advantage, _ in reference.compared(case.samples) if advantage > 0]
+    assert most or any(reference.too_far_off(sample, -1.0, most) for sample in good)  # which are left as they are
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("preset", ["grpo", "cispo", "gspo", "sapo", "reinforce"])
+def test_any_clips_ratio_may_be_to_what_the_engine_sampled_from(preset, seed):
+    case, config = problem(seed), preset_config(preset, ratio_to="rollout")
+    to_rollout = [replace(sample, old=sample.rollout) for sample in case.samples]
+    assert_follows(case, config, REFERENCES[preset](to_rollout, 0.0))
+    on_policy = problem(seed, on_policy=True)  # no old log-probabilities: the ratio is still to the rollout's
+    to_rollout = [replace(sample, old=sample.rollout) for sample in on_policy.samples]
+    assert_follows(on_policy, config, REFERENCES[preset](to_rollout, 0.0))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("on_policy", [True, False])
+def test_drift_from_the_old_policy(on_policy, seed):
+    case = problem(seed, on_policy)
+    drift = 2 * reference.kl_term([replace(s, ref=s.old) for s in case.samples], "k2", False)
+    assert_follows(case, AlgorithmConfig(drift_coefficient=0.3), reference.grpo(case.samples) + 0.3 * drift)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("on_policy", [True, False])
+@pytest.mark.parametrize("aggregate", ["token_mean", "prompt_mean", "sequence_mean", "sequence_sum", "constant"])
+def test_a_sequences_ratio_with_any_aggregate(aggregate, on_policy, seed):
+    case, bounds = problem(seed, on_policy), (2e-3, 2.5e-3)
+    config = preset_config("gspo", aggregate=aggregate, constant_length=7, clip_low=bounds[0], clip_high=bounds[1])
+    assert_follows(case, config, reference.sequence_ratio(case.samples, aggregate, 7, *bounds))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("on_policy", [True, False])
+@pytest.mark.parametrize("coefficient", [0.5, 2.0])
+def test_a_teacher_takes_its_log_ratio_from_each_tokens_advantage(coefficient, on_policy, seed):
+    case, config = problem(seed, on_policy), AlgorithmConfig(teacher="t", teacher_coefficient=coefficient)
+    config.check()
+    assert_follows(case, config, reference.taught(case.samples, coefficient))
+    case = problem(seed, on_policy, ungraded=True)  # whom the teacher alone judges, and nothing else changes
+    graded = [sample for sample in case.samples if not sample.ungraded]
+    worth, expected = {id(sample): advantage for sample, advantage, _ in reference.compared(graded)}, []
+    for sample in case.samples:
+        gaps = [old - teacher for old, teacher in zip(sample.old, sample.teacher, strict=True)]
+        expected += [worth.get(id(sample), 0.0) - coefficient * gap for gap in gaps]
+    fields = fields_of(case, config)
+    assert fields["advantages"].tolist() == pytest.approx(expected, rel=1e-4, abs=1e-5)
+    assert fields["loss_weights"].min() > 0
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("masks", [(), ("truncated",), ("no_signal",), ("truncated", "no_signal")])
+@pytest.mark.parametrize("aggregate", ["token_mean", "prompt_mean", "sequence_mean", "sequence_sum", "constant"])
 def test_masked_samples_count_nowhere_in_the_loss(aggregate, masks, seed):
     case = problem(seed)
     by_hand = {name: name in masks for name in ("truncated", "no_signal")}
@@ -255,8 +383,29 @@ def test_masked_samples_count_nowhere_in_the_loss(aggregate, masks, seed):
     assert_follows(case, config, reference.masked(case.samples, aggregate=aggregate, constant=7, **by_hand))
 
 
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_groups_signal_is_that_of_the_reward_that_is_named(seed):
+    case, config = problem(seed), AlgorithmConfig(mask_no_signal=True, signal_reward="a")
+
+    def judged(sample):  # of prompt 2 this reward is the same wherever it applies
+        return sample.reward if sample.parts[0] is None else sample.parts[0]
+
+    case.batch["rewards/a"] = case.batch["rewards/a"].where(case.batch["group"] != 2, 0.5)
+    samples = [replace(s, parts=[0.5]) if s.prompt == 2 else s for s in case.samples]
+    rest = {"truncated": False, "no_signal": True, "aggregate": "sequence_mean", "constant": 1}
+    assert_follows(case, config, reference.masked(samples, judged=judged, **rest))
+
+
 PAIRS = [(baseline, "group_std") for baseline in ("group_mean", "leave_one_out")]
-PAIRS += itertools.product(("group_mean", "leave_one_out", "batch_mean", "none"), ("batch_std", "none"))
+PAIRS += itertools.product(("group_mean", "leave_one_out", "batch_mean", "none"), ("sample_std", "token_std", "none"))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("baseline", ["group_mean", "leave_one_out"])
+def test_advantages_over_the_mean_of_the_group(baseline, seed):
+    case, config = problem(seed, positive=True), AlgorithmConfig(baseline=baseline, scale="group_mean")
+    expected = [value for row in reference.advantages(case.samples, baseline, "group_mean") for value in row]
+    assert fields_of(case, config)["advantages"].tolist() == pytest.approx(expected, rel=1e-5, abs=1e-6)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -275,6 +424,7 @@ def test_advantages_of_any_baseline_and_scale(baseline, scale, kl, seed):
 
 def test_a_minibatch_has_the_steps_advantages_and_its_own_denominators():
     case, config = problem(3), preset_config("reinforce++")
+    del case.batch["teacher_logprobs"]
     step = compute_advantages(case.batch, config)
     rows = [row for row in range(16) if int(step["group"][row]) in (2, 7)]
     minibatch = weigh_tokens(select(step, rows), config)
@@ -299,19 +449,27 @@ CUTS |= {
     "truncate sequences, on-policy": AlgorithmConfig(correction="truncate", correction_level="sequence"),
     "mask sequences": AlgorithmConfig(correction="mask", correction_level="sequence", correction_low=0.5),
     "gspo truncate": preset_config("gspo", correction="truncate"),
+    "truncate geometric means": AlgorithmConfig(correction="truncate", correction_level="geometric"),
+    "reject, on-policy": AlgorithmConfig(reject_low=0.85, reject_high=1.15, correction="truncate"),
+    "off-policy mask, on-policy": AlgorithmConfig(off_policy_mask=0.05),
+    "gspo to the rollout, on-policy": preset_config("gspo", ratio_to="rollout", aggregate="sequence_sum"),
+    "teacher": AlgorithmConfig(teacher="t", aggregate="prompt_mean"),
 }
 WHOLE = {name for name, config in CUTS.items() if config.sees_whole_responses("on-policy" not in name)}
 
 
 def test_only_what_is_of_a_sequence_needs_whole_responses():
-    assert {"gspo", "gspo, kl", "truncate sequences, on-policy", "mask sequences", "gspo truncate"} == WHOLE
+    weights = {"truncate sequences, on-policy", "mask sequences", "truncate geometric means", "gspo truncate"}
+    masks = {"reject, on-policy", "off-policy mask, on-policy"}
+    assert {"gspo", "gspo, kl", "gspo to the rollout, on-policy"} | weights | masks == WHOLE
 
 
 @pytest.mark.parametrize("name", CUTS)
 @settings(max_examples=6, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_pieces_of_a_batch_sum_to_the_whole(name, data):
-    case, config = problem(data.draw(st.integers(0, 50)), on_policy="on-policy" in name), CUTS[name]
+    config = CUTS[name]
+    case = problem_for(config, data.draw(st.integers(0, 50)), on_policy="on-policy" in name)
     fields, leaves = fields_of(case, config), (case.logprobs, case.entropy)
     whole, expected = policy_loss(*leaves, fields, config)
     count = 16 if name in WHOLE else len(case.logprobs)

@@ -39,16 +39,34 @@ CONTRADICTIONS = [
     ("resample_rounds", "samples_per_prompt", ALONE | {"resample_rounds": 3} | NOT_GROUPED),
     ("scale", "baseline", {"baseline": "batch_mean"}),
     ("scale", "baseline", {"baseline": "none"}),
-    ("ratio", "aggregate", {"ratio": "sequence", "aggregate": "token_mean"}),
-    ("ratio", "aggregate", {"ratio": "sequence", "aggregate": "sequence_sum"}),
-    ("ratio", "aggregate", {"ratio": "sequence", "aggregate": "constant"}),
+    ("scale", "baseline", {"baseline": "batch_mean", "scale": "group_mean"}),
+    ("scale", "combine", {"scale": "group_mean", "combine": "normalised"}),
+    ("scale", "overlong_share", {"preset": "maxrl", "overlong_share": 0.2}),
+    ("scale", "kl_in", {"preset": "maxrl", "kl_coefficient": 0.1, "kl_in": "reward"}),
+    ("combine", "samples_per_prompt", ALONE | {"preset": "gdpo"}),
+    ("ratio", "clip", {"ratio": "sequence", "clip": "dppo"}),
+    ("ratio", "clip", {"preset": "dppo", "ratio": "sequence"}),
+    ("ratio_to", "correction", {"ratio_to": "rollout", "correction": "truncate"}),
+    ("ratio_to", "correction", {"preset": "dppo", "correction": "mask", "reject_low": 0.5}),
+    ("ratio_to", "reject_low", {"ratio_to": "rollout", "reject_low": 0.5}),
+    ("ratio_to", "reject_high", {"ratio_to": "rollout", "reject_high": 2.0}),
+    ("reject_low", "reject_high", {"reject_low": 1.5, "reject_high": 1.5}),
+    ("teacher_coefficient", "teacher", {"teacher_coefficient": 0.5}),
     ("dual_clip", "clip", {"dual_clip": 3.0, "clip": "cispo"}),
     ("dual_clip", "clip", {"dual_clip": 3.0, "clip": "none"}),
     ("dual_clip", "clip_high", {"dual_clip": 1.1}),
     ("dual_clip", "clip_high", {"dual_clip": 1.5, "clip_high": 0.5}),
     ("dual_clip", "clip_high", {"dual_clip": -3.0}),
-    ("correction_low", "correction_high", {"correction_low": 2.0}),
-    ("correction_low", "correction_high", {"correction_low": 0.5, "correction_high": 0.5}),
+    ("correction_low", "correction_high", {"correction": "truncate", "correction_low": 2.0}),
+    ("correction_low", "correction_high", {"correction": "mask", "correction_low": 0.5, "correction_high": 0.5}),
+    # What nothing reads.
+    ("correction_low", "correction", {"correction_low": 0.5}),
+    ("correction_high", "correction", {"correction_high": 3.0}),
+    ("correction_level", "correction", {"correction_level": "sequence"}),
+    ("clip_low", "clip", {"clip": "none", "clip_low": 0.1}),
+    ("clip_high", "clip", {"preset": "sapo", "clip_high": 0.3}),
+    ("sapo_positive", "clip", {"sapo_positive": 2.0}),
+    ("sapo_negative", "clip", {"preset": "dppo", "sapo_negative": 2.0}),
     ("kl_in", "kl_ratio", {"kl_coefficient": 0.1, "kl_in": "reward", "kl_ratio": True}),
     ("kl_estimator", "kl_ratio", {"kl_coefficient": 0.1, "kl_estimator": "k1"}),
     ("kl_in", "kl_coefficient", {"kl_in": "reward"}),
@@ -67,12 +85,35 @@ def test_a_contradiction_names_both_settings(first, second, chosen):
 
 
 @pytest.mark.parametrize(
+    ("chosen", "says"),
+    [
+        ({"clip": "none", "clip_low": 0.1}, "it is for clip=ppo or cispo or dppo."),
+        ({"sapo_negative": 2.0}, "it is for clip=sapo."),
+        ({"dual_clip": 3.0, "clip": "cispo"}, "it is for clip=ppo."),
+        ({"correction_low": 0.5}, "it is for correction=truncate or mask."),
+    ],
+)
+def test_a_setting_that_nothing_reads_is_told_what_would(chosen, says):
+    assert refusal(check, AlgorithmConfig(**chosen)).endswith(f"it would do nothing; {says}")
+
+
+@pytest.mark.parametrize(
     "chosen",
     [
         ALONE | NOT_GROUPED,
         {"samples_per_prompt": 2},
         {"dual_clip": 1.3},
-        {"correction_low": 1.9},
+        {"correction": "truncate", "correction_low": 1.9},
+        {"correction": "mask", "correction_level": "geometric", "reject_low": 0.5, "reject_high": 0.6},
+        {"ratio_to": "rollout", "clip": "cispo", "off_policy_mask": 0.0},
+        {"preset": "dppo", "ratio_to": "old", "correction": "truncate"},
+        {"preset": "dppo", "clip": "none"},  # its clip_low is not of one's own choice
+        {"preset": "maxrl", "kl_coefficient": 0.1},
+        {"preset": "gspo", "aggregate": "sequence_sum"},
+        {"scale": "token_std", "baseline": "none"},
+        {"scale": "sample_std", "baseline": "batch_mean"},
+        {"teacher": "folder", "teacher_coefficient": 0.5},
+        {"signal_reward": "a", "constant_length": 7},  # a name and a length are no part of an algorithm
         {"kl_coefficient": 0.1, "kl_estimator": "k1", "kl_ratio": True},
         {"kl_coefficient": 0.1, "kl_estimator": "k1", "kl_in": "reward"},
         {"kl_coefficient": 0.1, "kl_estimator": "k2"},
@@ -80,7 +121,7 @@ def test_a_contradiction_names_both_settings(first, second, chosen):
 )
 def test_what_is_next_to_a_contradiction_works(chosen):
     chosen = dict(chosen)
-    check(samples=chosen.pop("samples_per_prompt", 8), config=AlgorithmConfig(**chosen))
+    check(samples=chosen.pop("samples_per_prompt", 8), config=AlgorithmConfig.of(**{"preset": "grpo"} | chosen))
 
 
 @pytest.mark.parametrize(
@@ -94,9 +135,11 @@ def test_what_is_next_to_a_contradiction_works(chosen):
         ("constant_length", 0, "at least 1"),
         *((name, -0.1, "at least 0") for name in ("clip_low", "clip_high", "correction_low", "overlong_share")),
         *((name, 1.1, "at most 1") for name in ("clip_low", "overlong_share")),
-        *((f"{name}_coefficient", -1.0, "at least 0") for name in ("kl", "entropy")),
-        *((name, "nothing", "use one of") for name in ("baseline", "scale", "ratio", "clip", "aggregate")),
-        *((name, "nothing", "use one of") for name in ("kl_in", "kl_estimator", "correction", "correction_level")),
+        *((f"{name}_coefficient", -1.0, "at least 0") for name in ("kl", "entropy", "drift")),
+        *((name, -0.1, "at least 0") for name in ("reject_low", "off_policy_mask")),
+        *((name, 0.0, "above 0") for name in ("sapo_positive", "sapo_negative", "reject_high", "teacher_coefficient")),
+        *((name, "nothing", "use one of") for name in CHOICES),
+        *((name, "nothing", "use one of") for name in ("kl_in", "ratio_to", "ungraded")),
     ],
 )
 def test_a_setting_that_cannot_work_is_refused_by_name(setting, value, says):
@@ -116,7 +159,7 @@ def test_every_preset_works_as_it_is(preset, beta):
 
 @pytest.mark.parametrize(
     ("given", "meant"),
-    [("dapp", "dapo"), ("drgrpo", "dr_grpo"), ("gsop", "gspo"), ("reinforce+", "reinforce++"), ("rlo", "rloo")],
+    [("dap", "dapo"), ("drgrpo", "dr_grpo"), ("gsop", "gspo"), ("reinforce+", "reinforce++"), ("rlo", "rloo")],
 )
 def test_an_unknown_preset_suggests_the_nearest(given, meant, yaml):
     says = f"algorithm.preset={given!r} is not an algorithm: did you mean {meant}?"
@@ -213,6 +256,9 @@ def test_the_constant_length_is_that_of_the_longest_response_unless_said():
         (["algorithm.kl_coefficient=0.1"], False),
         (["algorithm.kl_coefficient=0.1", "algorithm.kl_in=reward"], True),
         (["algorithm.preset=rloo"], False),  # without a KL term there is none in the reward
+        (["algorithm.preset=dppo", "batch.minibatches_per_step=2"], False),
+        (["algorithm.preset=dppo", "algorithm.teacher=folder"], True),
+        (["algorithm.off_policy_mask=0.1"], False),
     ],
 )
 def test_only_a_single_update_a_step_is_on_policy(chosen, needed):
@@ -238,4 +284,4 @@ def test_a_choice_in_the_table_can_be_chosen_and_gets_the_settings_it_uses(monke
     config = algorithm("scale=own", "clip_low=0.5")
     config.check()
     assert apply("scale", config, 1, 2) == (1, 2, 0.5, "loss")
-    assert refusal(check, AlgorithmConfig(scale="owned")).endswith("use one of group_std, batch_std, none, own.")
+    assert refusal(check, AlgorithmConfig(scale="owned")).endswith("sample_std, token_std, none, own.")

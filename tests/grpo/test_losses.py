@@ -49,6 +49,49 @@ def test_each_side_is_clipped_at_its_own_bound(ratio, advantage, loss, gradient,
     assert (metrics["clip/low"].value, metrics["clip/high"].value) == clips
 
 
+@pytest.mark.parametrize(
+    ("probability", "before", "advantage", "loss", "gradient", "clips"),
+    [
+        (0.6, 0.4, 2.0, 0.0, 0.0, (0, 1)),  # 0.2 more, a ratio of 1.5
+        (0.6, 0.4, -2.0, 3.0, 3.0, (0, 0)),
+        (0.4, 0.6, -2.0, 0.0, 0.0, (1, 0)),
+        (0.4, 0.6, 2.0, -4 / 3, -4 / 3, (0, 0)),
+        (0.02, 0.001, 2.0, -40.0, -40.0, (0, 0)),  # 20 times as likely, and still rare
+        (0.001, 0.02, -2.0, 0.1, 0.1, (0, 0)),
+        (0.54, 0.4, 2.0, -2.7, -2.7, (0, 0)),
+        (0.56, 0.4, 2.0, 0.0, 0.0, (0, 1)),
+        (0.4, 0.47, -2.0, 0.0, 0.0, (1, 0)),  # its own bound below
+    ],
+)
+def test_a_change_of_probability_stops_a_token_where_it_would_go_on(
+    probability, before, advantage, loss, gradient, clips
+):
+    logprob, zero = torch.tensor([probability]).log().requires_grad_(), torch.zeros(1)
+    fields = {"loss_weights": torch.ones(1), "seq_id": zero.long(), "advantages": torch.tensor([advantage])}
+    fields["rollout_logprobs"] = torch.tensor([before]).log()
+    fields["old_logprobs"] = logprob.detach() + 1  # of no account
+    config = AlgorithmConfig.of("dppo", clip_low=0.05, drift_coefficient=0.0)
+    total, metrics = policy_loss(logprob, zero, fields, config)
+    total.backward()
+    assert total.item() == pytest.approx(loss, rel=1e-5)
+    assert logprob.grad.item() == pytest.approx(gradient, rel=1e-5)
+    assert (metrics["clip/low"].value, metrics["clip/high"].value) == clips
+
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_a_soft_gate_is_steepest_on_policy_and_fades_both_ways_sooner_for_bad_tokens(advantage):
+    ratios, zeros = torch.tensor([0.1, 0.5, 1.0, 1.5, 4.0]), torch.zeros(5)
+    logprobs = ratios.log().requires_grad_()
+    fields = {"loss_weights": torch.ones(5), "seq_id": zeros.long(), "old_logprobs": zeros}
+    fields["advantages"] = torch.full((5,), advantage)
+    total, _ = policy_loss(logprobs, zeros, fields, AlgorithmConfig.of("sapo"))
+    total.backward()
+    heat = 1.0 if advantage > 0 else 1.05
+    gate = (heat * (ratios - 1)).sigmoid()
+    torch.testing.assert_close(logprobs.grad, -advantage * 4 * gate * (1 - gate) * ratios)
+    assert logprobs.grad[2].abs() == 1
+
+
 @pytest.mark.parametrize("choice", ["ppo", "cispo"])
 def test_metrics_count_tokens_whatever_they_weigh(choice):
     logprobs, entropy, fields = problem()
@@ -108,7 +151,17 @@ def test_a_small_kl_keeps_its_digits():
     assert metrics["kl"].value.item() == pytest.approx((gaps.exp() - gaps - 1).sum().item(), rel=1e-3)
 
 
-@pytest.mark.parametrize("choices", [{}, {"ratio": "sequence"}, {"correction": "mask", "correction_level": "sequence"}])
+@pytest.mark.parametrize(
+    "choices",
+    [
+        {},
+        {"ratio": "sequence"},
+        {"correction": "mask", "correction_level": "sequence"},
+        {"reject_low": 0.5, "off_policy_mask": 0.0, "drift_coefficient": 1.0},
+        {"clip": "dppo"},
+        {"clip": "sapo"},
+    ],
+)
 def test_no_tokens_add_zero(choices):
     logprobs, entropy, fields = problem()
     fields = {name: field[:0] for name, field in fields.items()} | {"rollout_logprobs": torch.zeros(0)}

@@ -91,7 +91,7 @@ def roll_out(actor: ActorWorker, reference: RefWorker | None = None, dtype: str 
     engine = TorchEngine(ModelConfig(path=actor.policy.causal_lm.config.name_or_path, dtype=dtype), layout.device)
     rollout = RolloutWorker(RolloutConfig(max_response_tokens=12), engine, layout, (1,), seed=3)
     prompts = prompts_of(*(range(2, 6 + i) for i in range(8))) if is_controller() else None
-    with ShardingManager(actor, rollout, reference).serving():
+    with ShardingManager(actor, rollout, [reference] if reference else []).serving():
         samples = rollout.generate(prompts, 2, TEMPERATURE)
     expect_current(samples, actor.version)
     again = actor.compute_logprobs(samples)

@@ -291,6 +291,34 @@ def test_what_is_offloaded_is_not_there_while_the_engine_serves():
     assert phases["update"]["reference"] == 0 < phases["ref"]["reference"]
 
 
+@pytest.mark.parametrize("offload", [[], ["reference"]])
+def test_a_teacher_takes_its_own_size_and_is_gone_after_its_pass_where_it_is_offloaded(offload):
+    """A policy of 1.5B parameters on four shards, taught by one of 7B."""
+    layer = 2 * 3584 * 3584 + 3584 + 2 * (512 * 3584 + 512) + 3 * 3584 * 18944 + 2 * 3584
+    root = 2 * 152064 * 3584 + 3584
+    job = on_h200("1.5b", 4, {"offload": offload}, reference=True, teacher=qwen("7b"), off_policy=True)
+    plain, phases = predict(dataclasses.replace(job, teacher=None)), predict(job)
+    assert list(phases) == ["rest", "sync", "rollout", "ref", "teacher", "old_logprobs", "update"]
+    for name in ("rest", "ref", "teacher"):
+        assert phases[name]["teacher"] == pytest.approx(2 * (28 * layer + root) / 4, rel=1e-6)
+    for name in ("sync", "rollout", "old_logprobs", "update"):
+        held = 0 if offload else phases["rest"]["teacher"]
+        assert {"teacher": 0} | phases[name] == plain[name] | {"teacher": held}
+    assert phases["teacher"]["reference"] == (0 if offload else phases["rest"]["reference"])
+    # Two layers are gathered, and 16,384 tokens are inside a layer.
+    assert phases["teacher"]["gathered"] == 2 * (root + 2 * layer)
+    assert phases["teacher"]["activations"] == 16384 * 2 * 3 * (18944 + 3584)
+
+
+def test_a_teacher_that_leaves_no_room_is_told_with_what_helps():
+    job = on_h200("1.5b", 1, {"reshard": True}, {"memory_fraction": 0.8}, teacher=qwen("7b"))
+    (rollout,) = advise(job)
+    assert rollout.startswith("rollout is predicted to need ")
+    assert "actor.offload=[reference]" in rollout.partition("enough alone: ")[2]
+    (fits,) = advise(dataclasses.replace(job, teacher=None))
+    assert fits.startswith("It fits.")
+
+
 def test_on_a_cpu_nothing_is_offloaded_and_the_head_makes_no_copies_of_its_logits():
     job = on_h200("1.5b", compiled=False, on_cpu=True)
     assert predict(job.having("actor", offload=["optimizer", "parameters"])) == predict(job)
@@ -344,7 +372,8 @@ def test_a_phase_that_does_not_fit_is_named_with_what_is_enough():
 def test_where_nothing_is_enough_what_helps_is_named():
     sentences = {sentence.split()[0]: sentence for sentence in advise(on_h200("7b", 1, reference=True))}
     assert sentences.keys() == {"rollout", "update"}
-    less = "actor.reshard=true, actor.recompute=selective, actor.recompute=full, twice as many GPUs."
+    less = "actor.reshard=true, actor.recompute=selective, actor.recompute=full, actor.offload=[reference]"
+    less += ", twice as many GPUs."
     assert sentences["update"].endswith(f"not enough alone, but less: {less}")
 
 

@@ -71,7 +71,7 @@ def test_a_prompt_is_begun_when_there_is_room_for_its_samples(make_worker, room,
 def test_a_sample_is_graded_while_others_are_still_being_sampled(make_worker):
     order = []
 
-    async def grade(trajectory):
+    async def grade(trajectory, group):
         order.append((int(trajectory.tokens[0]), worker.engine.in_flight))
         await asyncio.sleep(0)
         trajectory.reward, trajectory.components = float(trajectory.tokens[0]), {"first": 1.0}
@@ -114,7 +114,7 @@ def test_seeds_differ_in_each_sample_round_version_and_evaluation_and_a_resumed_
 
 
 def test_an_error_in_grading_ends_the_rollout_and_what_is_in_flight(make_worker):
-    async def grade(trajectory):
+    async def grade(trajectory, group):
         raise KeyError("no such row")
 
     worker = make_worker(room := 2, grade=grade)

@@ -8,6 +8,7 @@ from torch.distributed.tensor import DTensor
 
 from grpo.algorithm import AlgorithmConfig
 from grpo.batch import jagged, lengths_of, make_batch
+from grpo.config import ConfigError
 from tests.workers.conftest import prompts_of
 from workers.actor import ActorWorker
 from workers.config import ActorConfig
@@ -256,7 +257,7 @@ def test_an_offloaded_reference_is_there_for_its_own_pass_alone(model_config, la
         return sum(p.to_local().untyped_storage().nbytes() for p in ref.policy.parameters())
 
     assert held() == 0
-    sharding.ref = ref
+    sharding.refs = [ref]
     for _ in range(2):
         with sharding.serving():
             assert held() == 0
@@ -265,25 +266,43 @@ def test_an_offloaded_reference_is_there_for_its_own_pass_alone(model_config, la
         assert held() == 0
 
 
-def gap(size):
-    sizes = {"rollout/logprob_gap": size, "rollout/kl": size / 2}
+def gap(size, entropy=0.3):
+    sizes = {"rollout/logprob_gap": size, "rollout/kl": size / 2, "entropy": entropy}
     return sizes | {"rollout/gap_correlation": 0.1, "rollout/gap_slope": 1.0}
 
 
-def test_a_gap_is_told_past_one_threshold_and_ends_the_run_past_another(sharding):
+def test_a_gap_is_told_once_past_one_threshold_and_ends_the_run_past_another(sharding):
     sharding.verified = sharding.rollout.version
     assert judge_gap(gap(0.05), sharding) is None
     assert "by 0.06 on average (KL 0.03), more than rollout.gap_warning=0.05" in judge_gap(gap(0.06), sharding)
-    with pytest.raises(RuntimeError, match=r"by 0.51 .* more than rollout.gap_error=0.5"):
+    assert judge_gap(gap(0.07), sharding) is None
+    with pytest.raises(ConfigError, match=r"by 0.51 .* more than rollout.gap_error=0.5"):
         judge_gap(gap(0.51), sharding)
+    assert judge_gap(gap(float("nan")), sharding) is None
+    sharding.verified = None
+    assert "cause is stale weights" in judge_gap(gap(0.07), sharding)
 
 
 def test_a_small_gap_in_bfloat16_is_rounding_and_another_is_not(sharding):
     sharding.verified = sharding.rollout.version
     assert "cause is the engine's numbers" in judge_gap(gap(0.06), sharding)
-    sharding.engine.dtype = torch.bfloat16
+    sharding.engine.dtype, sharding.gaps_told = torch.bfloat16, set()
     assert "cause is rounding: both sides compute in bfloat16" in judge_gap(gap(0.06), sharding)
     assert "cause is the engine's numbers" in judge_gap(gap(0.3), sharding)
+
+
+def test_what_rounding_explains_of_a_gap_grows_with_the_entropy_in_bfloat16_alone(sharding):
+    for dtype, entropy, bound in [
+        (torch.float32, 2.2, 0.05),
+        (torch.float32, 11.0, 0.05),
+        (torch.bfloat16, 0.0, 0.05),
+        (torch.bfloat16, 2.2, 0.0889),
+        (torch.bfloat16, 11.0, 0.1),
+    ]:
+        sharding.engine.dtype, sharding.gaps_told = dtype, set()
+        assert judge_gap(gap(bound - 0.001, entropy), sharding) is None
+        assert sharding.metrics["rollout/gap_bound"] == pytest.approx(bound, abs=1e-4)
+        assert "differ by" in judge_gap(gap(bound + 0.001, entropy), sharding)
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.4])

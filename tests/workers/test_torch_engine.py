@@ -321,3 +321,12 @@ def test_free_memory_counts_and_a_control_group_limits_it(monkeypatch):
     assert share_of_memory(torch.device("cpu"), 0.5) == 64 * 1024 // 4
     files["/sys/fs/cgroup/memory.max"] = "40960\n"
     assert share_of_memory(torch.device("cpu"), 0.5) == (40960 - 9216 + 1024) // 4
+
+
+def test_logits_that_are_no_numbers_end_no_rollout(engine, hf_model):
+    next(iter(engine.weights.values())).data.fill_(float("nan"))
+    (responses,) = answers_of(engine, [PROMPTS[0]], 3, SAMPLING)
+    for response in responses:
+        assert len(response.tokens) == SAMPLING.max_new_tokens
+        assert all(0 <= token < hf_model.config.vocab_size for token in response.tokens)
+        assert response.logprobs[0] != response.logprobs[0]  # the update's loss is NaN then, and the run says so

@@ -6,6 +6,7 @@ were sent. The last of them, a byte tensor that both processes share, takes the 
 
 import json
 import os
+import signal
 import threading
 from typing import Any
 
@@ -29,6 +30,9 @@ def run_scheduler(*args: Any, **kwargs: Any) -> None:
     # The lock that progress bars make is a semaphore that stays behind where its process is killed, which the trainer's
     # process would warn of at its end.
     tqdm.set_lock(threading.RLock())
+    # A terminal and a scheduler send these to all processes, but the trainer decides when its engine ends.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     from sglang.srt.managers.scheduler import run_scheduler_process
 
     if TOKENIZER in os.environ:

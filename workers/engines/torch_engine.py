@@ -356,5 +356,6 @@ def draw(logits_RV: Tensor, sampling: Sequence[Sampling], uniform: Sequence[floa
     # The first token at which the sum of probabilities passes the draw.
     reach_RV = weights_RV.double().cumsum(-1)
     drawn_R1 = torch.searchsorted(reach_RV, column(list(uniform), torch.double) * reach_RV[:, -1:], right=True)
+    drawn_R1.clamp_(max=logits_RV.shape[1] - 1)  # logits that are NaN lead past it, and the update will say so
     tokens_R1 = drawn_R1.where(~greedy_R1, logprobs_RV.argmax(-1, keepdim=True))
     return tokens_R1[:, 0], logprobs_RV.gather(1, tokens_R1)[:, 0]

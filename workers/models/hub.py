@@ -154,6 +154,22 @@ def check_weights(config: ModelConfig) -> None:
             raise ConfigError(f"model.path={config.path}: {name} {fault}; use the config.json that belongs to it.")
 
 
+def check_same_tokens(policy: ModelConfig, teacher: ModelConfig) -> None:
+    """Raise ConfigError where an id that `policy` may sample is another token to `teacher`, or none."""
+    ours, theirs = read_tokenizer(policy), read_tokenizer(teacher)
+    mine, its, same = ours.get_vocab(), theirs.get_vocab(), "use a teacher of the same tokenizer"
+    if differing := sorted(mine.items() ^ its.items(), key=lambda pair: pair[1]):
+        token, count = differing[0][0], len({token for token, _ in differing})
+        ids = f"id {its.get(token, 'none')} there and {mine.get(token, 'none')} for the policy"
+        raise ConfigError(f"{count} tokens of model.path={teacher.path} are others, such as {token!r}, {ids}: {same}.")
+    for name in ("bos_token", "eos_token"):
+        if (its := getattr(theirs, name)) != (mine := getattr(ours, name)):
+            raise ConfigError(f"model.path={teacher.path} has the {name} {its!r}, and the policy {mine!r}: {same}.")
+    rows, most = read_config(teacher).vocab_size, read_config(policy).vocab_size
+    if rows < most:  # there may be more of them than tokens, on either side
+        raise ConfigError(f"model.path={teacher.path} has vocab_size={rows}, and the policy samples of {most}: {same}.")
+
+
 def stop_tokens(config: ModelConfig) -> tuple[int, ...]:
     """The ids that end a response: the end of sequence of the tokenizer, of the model and of its generation config."""
     found = [read_tokenizer(config).eos_token_id, read_config(config).eos_token_id]
