@@ -169,6 +169,7 @@ def train_on(command: str, config: SftConfig | TrainConfig, notice: Notice) -> N
         from trainer.runs import open_run
 
         run = from_controller(on_controller(lambda: open_run(config)))
+        notice.folder = run.folder
         if command == "sft":
             from trainer.sft import run_sft
 

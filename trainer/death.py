@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import faulthandler
 import multiprocessing
 import os
 import select
@@ -9,12 +10,19 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
+from pathlib import Path
 
 STOPPED = 3
 """Exit code of a run that a signal ended after a step; of one that it ended at once: 128 + the signal's number."""
 
 PR_SET_PDEATHSIG = 1
+
+PROJECT = f"{Path(__file__).resolve().parents[1]}/"
+
+PATIENCE = 5.0
+"""Seconds that a rank has to end by itself after another one failed."""
 
 
 class Stopped(Exception):
@@ -32,12 +40,15 @@ class Notice:
 
     A second Ctrl-C, `grace` seconds that were not enough, and any signal while nothing is `stepping` end the process
     at once. A thread sees to that, as Python's own handlers would wait for the C code that the main thread is in, such
-    as a collective. `say`: how rank 0 tells its user.
+    as a collective. `say`: how rank 0 tells its user. `folder`: the run's, where a rank that fails leaves its stacks as
+    stacks-RANK.txt, and then each that does not end by itself, as one that hangs: the others time out waiting for it, and
+    torchrun sends it SIGTERM.
     """
 
     def __init__(self, grace: float = 0.0) -> None:
         self.grace, self.asked, self.stepping = grace, False, False
         self.say: Callable[[str], None] = say_once
+        self.folder: Path | None = None
 
     def __enter__(self) -> "Notice":
         self._reader, self._writer = os.pipe()
@@ -50,7 +61,9 @@ class Notice:
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGINT)
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
+        if isinstance(error, RuntimeError):
+            self._leave_stacks("".join(traceback.format_exception(error)))
         signal.set_wakeup_fd(self._descriptor)
         for number, handler in self._before.items():
             signal.signal(number, handler)
@@ -59,11 +72,14 @@ class Notice:
         os.close(self._reader)
 
     def _listen(self) -> None:
-        number, interrupted, deadline = signal.SIGTERM, False, None
+        number, interrupted, since, began = signal.SIGTERM, False, 0.0, time.time()
         while True:
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            if not select.select([self._reader], [], [], left)[0]:
-                self._end(number, f"The step and its checkpoint took longer than {self.grace:g} s")
+            if not select.select([self._reader], [], [], 0.5 if self.asked else None)[0]:
+                if time.monotonic() > since + self.grace:
+                    self._end(number, f"The step and its checkpoint took longer than {self.grace:g} s")
+                if time.monotonic() > since + PATIENCE and self._failed(began):
+                    self._hang()
+                continue
             received = os.read(self._reader, 1)
             if not received:
                 return
@@ -76,17 +92,47 @@ class Notice:
                 self._end(signal.SIGINT, "A second Ctrl-C")
             interrupted = number == signal.SIGINT
             if not self.asked:
-                self.asked, deadline = True, time.monotonic() + self.grace
+                self.asked, since = True, time.monotonic()
                 within = f"within checkpoint.grace_seconds={self.grace:g}"
                 at_once = "; a second Ctrl-C ends it at once" if interrupted else ""
                 self.say(f"{number.name}: the run ends after this step, with a checkpoint, {within}{at_once}.")
 
+    def _failed(self, began: float) -> bool:
+        """Whether another rank has left its stacks since `began`."""
+        return self.folder is not None and any(f.stat().st_mtime > began for f in self.folder.glob("stacks-*.txt"))
+
+    def _hang(self) -> None:
+        """End this process, which does not end by itself, and say where it is."""
+        frame = inner = sys._current_frames()[threading.main_thread().ident]
+        while frame is not None and not frame.f_code.co_filename.startswith(PROJECT):
+            frame = frame.f_back
+        code, line = (frame or inner).f_code, (frame or inner).f_lineno
+        path = self._leave_stacks("")
+        where = f"{code.co_filename.removeprefix(PROJECT)}:{line} ({code.co_name})"
+        rank = os.environ.get("RANK", "0")
+        print(f"Rank {rank} hangs at {where}, where others waited for it: {path}.", file=sys.stderr, flush=True)
+        self._exit(1)
+
+    def _leave_stacks(self, text: str) -> Path | None:
+        """Write `text` and where all threads are."""
+        if self.folder is None or not self.folder.is_dir():
+            return None
+        path = self.folder / f"stacks-{os.environ.get('RANK', '0')}.txt"
+        with path.open("w") as file:
+            print(text, file=file, flush=True)
+            faulthandler.dump_traceback(file)
+        return path
+
     def _end(self, number: signal.Signals, why: str) -> None:
-        """End this process and what it started; rewards end with it by themselves."""
+        """End at once, and say why."""
         if os.environ.get("RANK", "0") == "0":
             cursor = "\n\x1b[?25h" if sys.stdout.isatty() else ""  # which the live display hides
             print(f"{cursor}{why}: the run ends at once, and nothing more is saved.", file=sys.stderr, flush=True)
+        self._exit(128 + number)
+
+    def _exit(self, code: int) -> None:
+        """End this process and what it started; rewards end with it by themselves."""
         for child in multiprocessing.active_children():
             with contextlib.suppress(OSError):
                 child.kill()
-        os._exit(128 + number)
+        os._exit(code)

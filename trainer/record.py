@@ -23,9 +23,13 @@ def open_record(folder: Path, start_step: int) -> list[dict]:
 
 
 def append_rows(path: Path, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Append `rows`, which may hold anything (see `valid_json`), each behind its step; then they are on disk."""
-    with path.open("a") as file:
-        file.writelines(json.dumps({"step": step} | valid_json(row)) + "\n" for row in rows)
+    """Append `rows`, which may hold anything (see `valid_json`), each behind its step; ConfigError for a full disk."""
+    try:
+        with path.open("a") as file:
+            file.writelines(json.dumps({"step": step} | valid_json(row)) + "\n" for row in rows)
+    except OSError as error:
+        way_out = "make room, and go on with checkpoint.resume=true"
+        raise ConfigError(f"Cannot write step {step} to {path} ({error.strerror}): {way_out}.") from error
 
 
 def read_rows(path: Path) -> list[dict]:

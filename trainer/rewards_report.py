@@ -36,7 +36,7 @@ def report_rewards(names: Sequence[str], files: Sequence[str], test: bool) -> bo
             said = f"{sum(each.passed for each in outcome)} of {said}"
             failed += [f"{reward.name}: {each.said}" for each in outcome if not each.passed][:1]
         said += f", needs {', '.join(missing)}" if missing else ""
-        form = f"{'async ' * reward.is_async}{reward.form}"
+        form = f"{'async ' * reward.is_async}{reward.form}{' (group)' * (reward.sees == 'group')}"
         place = f"{min(os.path.relpath(reward.file), str(reward.file), key=len)}:{reward.line}"
         table.add_row(*map(escape, (reward.name, form, place, said)))
     console = Console(soft_wrap=True)

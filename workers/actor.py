@@ -181,6 +181,7 @@ class ActorWorker(Worker):
         found |= {name: Mean(value) for name, value in figures.items()}
         return found | {"update/skipped": Count(int(not finite))}
 
+    @torch.no_grad()
     def _expect_weights(self, rate: float) -> None:
         """Raise ConfigError on every rank where the update at the learning `rate` left no weights to go on with."""
         locals_ = [parameter.to_local() for parameter in self.parameters if parameter.requires_grad]

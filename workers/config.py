@@ -102,8 +102,8 @@ class ActorConfig(OptimizerConfig):
     )
     offload: list[str] = option(
         [],
-        "What waits in the host's memory while the engine serves: optimizer, parameters, reference (and a teacher; both "
-        "also while the actor learns). Gradients are freed always.",
+        "What waits in the host's memory while the engine serves: optimizer, parameters, reference (and a teacher; "
+        "both also while the actor learns). Gradients are freed always.",
         choices=("optimizer", "parameters", "reference"),
     )
     lora: LoraConfig = option(LoraConfig, "")

@@ -16,7 +16,7 @@ from grpo.batch import Trajectory, batch_of
 from grpo.config import ConfigError
 from grpo.data import Prompt
 from grpo.packing import balance
-from rewards import RewardPool, RewardsConfig, check_examples
+from rewards import Group, RewardPool, RewardsConfig, check_examples
 from workers.config import ModelConfig
 from workers.dispatch import Worker
 from workers.engines.config import RolloutConfig
@@ -63,13 +63,13 @@ class Grader:
     def __exit__(self, *exception: object) -> None:
         self.pool.close()
 
-    async def __call__(self, trajectory: Trajectory) -> None:
+    async def __call__(self, trajectory: Trajectory, group: Group) -> None:
         """Set response, reward, components and failures of a trajectory that is sampled to its end."""
         sampled = trajectory.tokens[trajectory.mask].tolist()
         if sampled and sampled[-1] in self.stop:
             sampled.pop()
         trajectory.response = self.tokenizer.decode(sampled)
-        graded = self.pool.submit(trajectory.response, trajectory.info, trajectory.prompt)
+        graded = self.pool.submit(trajectory.response, trajectory.info, trajectory.prompt, group)
         grade = await asyncio.wrap_future(graded)
         trajectory.reward, trajectory.components = grade.total, grade.components
         trajectory.failures = grade.failures
@@ -107,9 +107,9 @@ class _Task:
 class RolloutWorker(Worker):
     """Samples with whatever weights its engine holds. `version` is theirs; the ShardingManager sets it.
 
-    grade: gives a trajectory its reward, on the engine's rank, as soon as it is sampled. progress: called on the
-    controller with samples done, samples in all and tokens done, whenever there is news. What was sampled last stands
-    in `trajectories` on the controller, and what there is to say of it in `metrics`.
+    grade: gives a trajectory, one of a group, its reward, on the engine's rank, as soon as it is sampled. progress:
+    called on the controller with samples done, samples in all and tokens done, whenever there is news. What was sampled
+    last stands in `trajectories` on the controller, and what there is to say of it in `metrics`.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class RolloutWorker(Worker):
         layout: InferenceLayout,
         stop: tuple[int, ...],
         seed: int,
-        grade: Callable[[Trajectory], Awaitable[None]] | None = None,
+        grade: Callable[[Trajectory, Group], Awaitable[None]] | None = None,
         progress: Callable[[int, int, int], None] | None = None,
     ) -> None:
         super().__init__(layout)
@@ -198,7 +198,8 @@ class RolloutWorker(Worker):
 
     async def _sample_group(self, task: _Task, index: int, room: asyncio.Semaphore) -> list[Trajectory]:
         """All samples of prompt `index`, graded."""
-        return await asyncio.gather(*(self._sample(task, index, sample, room) for sample in range(task.samples)))
+        group = Group(task.samples)
+        return await asyncio.gather(*(self._sample(task, index, n, room, group) for n in range(task.samples)))
 
     async def _tick(self, task: _Task, store: dist.Store) -> None:
         """Tell every TICK how far the rollout is: with long responses, none may be done for minutes."""
@@ -214,7 +215,7 @@ class RolloutWorker(Worker):
         if self.progress is not None:
             self.progress(done, len(task.prompts) * task.samples, tokens)
 
-    async def _sample(self, task: _Task, index: int, sample: int, room: asyncio.Semaphore) -> Trajectory:
+    async def _sample(self, task: _Task, index: int, sample: int, room: asyncio.Semaphore, group: Group) -> Trajectory:
         prompt = task.prompts[index]
         trajectory = Trajectory(prompt.tokens, index, task.held_out, prompt.row, prompt.text)
         # A function of what is sampled alone, so that a resumed run samples what the unbroken one did.
@@ -231,6 +232,6 @@ class RolloutWorker(Worker):
         trajectory.finish_reason = response.finish_reason
         self.sampled += len(response.tokens)
         if self.grade is not None:
-            await self.grade(trajectory)
+            await self.grade(trajectory, group)
         self.done += 1
         return trajectory

@@ -1,12 +1,13 @@
-"""What the runs of run.sh say about five lessons of small-scale GRPO; docs/lessons.md tells which.
+"""What the runs of run.sh and distillation.sh say about six lessons of small-scale GRPO; docs/lessons.md tells which.
 
     python -m examples.experiments.lessons gradient OUT key=value ...
     python -m examples.experiments.lessons figures OUT --docs docs
+    python -m examples.experiments.lessons distillation OUT --docs docs
 
 `gradient` samples once from the policy of model.path and writes OUT/gradient.json: how far the gradients of batches of
 P prompts are apart. `figures` reads it and the runs' folders OUT/NAME-SEED, and writes DOCS/data/lessons.json and one
-picture a lesson. The file also holds the reward `well_formed`, so what it imports at its top must be light: the
-processes that grade import it too.
+picture a lesson; `distillation` does so for lesson 6, whose runs distillation.sh makes. The file also holds the reward
+`well_formed`, so what it imports at its top must be light: the processes that grade import it too.
 """
 
 import argparse
@@ -35,6 +36,8 @@ ENTROPIES = {
     "clip-0.4": "clip_high 0.4",
 }
 FORMATS = {"sparse": "sparse reward alone", "format": "with a format reward"}
+WAYS = {"rewarded": "from rewards", "taught": "from a teacher", "both": "from both"}
+FEW = {"few-rewarded": "from rewards, 4 prompts x 8", "few-taught": "from a teacher, 32 prompts x 1"}
 COLOURS = ("#1f5fbf", "#b8500f", "#2a8c4a", "#8a3fa0", "#555555")
 KEPT = {
     "reward": "reward/mean",
@@ -48,6 +51,7 @@ KEPT = {
     "held_out_well_formed": "eval/reward/well_formed/mean",
 }
 """The name of a curve in lessons.json -> the metric it is."""
+KEPT_TAUGHT = {name: KEPT[name] for name in ("length", "accuracy")} | {"teacher_kl": "teacher/kl"}
 
 
 @register("well_formed", needs=("numbers", "target"))
@@ -262,6 +266,18 @@ def collect(out: Path) -> dict[str, Any]:
     return {"gradient": gradient, "runs": runs}
 
 
+def collect_taught(out: Path) -> dict[str, Any]:
+    """The runs of lesson 6 below the folder `out`, and what its teacher came to."""
+    from trainer.record import read_metrics
+
+    def curves(name: str) -> dict[str, dict]:
+        metrics = read_metrics(out / name)
+        return {curve: _curve(metrics, key) for curve, key in KEPT_TAUGHT.items()}
+
+    runs = {name: {str(seed): curves(f"{name}-{seed}") for seed in SEEDS} for name in (*WAYS, *FEW)}
+    return {"teacher": curves("teacher-2")["accuracy"]["values"][-1], "runs": runs}
+
+
 def _curve(metrics: Sequence[Mapping[str, float]], key: str) -> dict[str, list]:
     rows = [row for row in metrics if key in row]
     return {"steps": [row["step"] for row in rows], "values": [_short(row[key]) for row in rows]}
@@ -285,13 +301,11 @@ def mean_curve(run: Mapping[str, Mapping], name: str) -> tuple[list[int], list[f
 
 
 def draw(data: Mapping[str, Any], docs: Path) -> list[Path]:
-    """Write one picture a lesson to the folder `docs`, from what `collect` returns."""
+    """Write one picture a lesson to the folder `docs`, from what `collect` or `collect_taught` returns."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    gradient, runs = data["gradient"], data["runs"]
-    sizes = [row["prompts"] for row in gradient["sizes"]]
-    written = []
+    runs, written = data["runs"], []
 
     def save(name: str, panels: Sequence[Callable], height: float = 4.0) -> None:
         # A white ground of its own, so that dark pages show it too.
@@ -309,11 +323,23 @@ def draw(data: Mapping[str, Any], docs: Path) -> list[Path]:
         figure.savefig(docs / name)
         written.append(docs / name)
 
-    def curves(names: Mapping[str, str], curve: str, title: str, unit: str, smoothed: bool = True, per: str = "step"):
+    def curves(
+        names: Mapping[str, str],
+        curve: str,
+        title: str,
+        unit: str,
+        smoothed: bool = True,
+        per: str = "step",
+        first: int = 0,
+    ):
         def panel(axes: Any) -> None:
-            for (name, label), colour in zip(names.items(), COLOURS, strict=False):
+            for (name, label), colour in zip(names.items(), COLOURS[first:], strict=False):
                 steps, mean = mean_curve(runs[name], curve)
-                scale = int(name.removeprefix("batch-")) * gradient["samples_per_prompt"] if per != "step" else 1
+                if not steps:
+                    continue
+                scale = (
+                    int(name.removeprefix("batch-")) * data["gradient"]["samples_per_prompt"] if per != "step" else 1
+                )
                 places, few = [step * scale for step in steps], len(steps) <= 5
                 for seed in runs[name]:
                     _, values = mean_curve({seed: runs[name][seed]}, curve)
@@ -326,6 +352,25 @@ def draw(data: Mapping[str, Any], docs: Path) -> list[Path]:
             axes.set_ylim(bottom=0)
 
         return panel
+
+    if "teacher" in data:
+
+        def accuracy(names: Mapping[str, str], responses: int, first: int) -> Callable:
+            def panel(axes: Any) -> None:
+                title = f"Accuracy, {responses} responses a step"
+                curves(names, "accuracy", title, "share right, held out", False, first=first)(axes)
+                axes.axhline(data["teacher"], color="#222222", ls="--", lw=1, label="the teacher")
+                axes.set_ylim(0, 1)
+
+            return panel
+
+        taught = {name: (WAYS | FEW)[name] for name in ("taught", "both", "few-rewarded", "few-taught")}
+        distance = curves(taught, "teacher_kl", "KL to the teacher", "nats a token, over 3 steps", first=1)
+        save("lesson_6_distillation.png", [accuracy(WAYS, 256, 0), accuracy(FEW, 32, 3), distance])
+        return written
+
+    gradient = data["gradient"]
+    sizes = [row["prompts"] for row in gradient["sizes"]]
 
     def over_sizes(axes: Any) -> None:
         axes.set_xscale("log", base=2)
@@ -395,6 +440,26 @@ def draw(data: Mapping[str, Any], docs: Path) -> list[Path]:
 
     save("lesson_5_order.png", [order(name) for name in FORMATS], height=4.6)
     return written
+
+
+def taught_table(data: Mapping[str, Any]) -> str:
+    """The numbers of lesson 6 as a Markdown table."""
+    steps = mean_curve(data["runs"]["few-taught"], "accuracy")[0]
+    steps = [step for step in steps if step in (0, 3, 6, 9, 12, 18, 24, steps[-1])]
+    heads = [
+        "learning",
+        *(f"step {step}" for step in steps),
+        "at the end, by seed",
+        "KL to the teacher, first and last",
+    ]
+    lines = [f"the teacher: {data['teacher']:.3f}", "", f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
+    for name, label in (WAYS | FEW).items():
+        run = data["runs"][name]
+        right, apart = dict(zip(*mean_curve(run, "accuracy"), strict=True)), mean_curve(run, "teacher_kl")[1]
+        seeds = ", ".join(f"{curves['accuracy']['values'][-1]:.3f}" for curves in run.values())
+        cells = [label, *(f"{right[step]:.3f}" for step in steps), seeds]
+        lines.append(f"| {' | '.join(cells)} | {f'{apart[0]:.3f}, {apart[-1]:.3f}' if apart else '-'} |")
+    return "\n".join(lines)
 
 
 def tables(data: Mapping[str, Any]) -> str:
@@ -537,6 +602,9 @@ def main() -> None:
     command = commands.add_parser("figures", help="draw the pictures and print the tables")
     command.add_argument("out", type=Path, help="the folder of the experiments")
     command.add_argument("--docs", type=Path, default=Path("docs"), help="where the pictures and the data go")
+    command = commands.add_parser("distillation", help="draw the picture of lesson 6 and print its table")
+    command.add_argument("out", type=Path, help="the folder of the experiments")
+    command.add_argument("--docs", type=Path, default=Path("docs"), help="where the picture and the data go")
     arguments = parser.parse_args()
 
     from grpo.config import ConfigError
@@ -545,12 +613,13 @@ def main() -> None:
         if arguments.command == "gradient":
             measure_gradient(arguments.out, arguments.overrides, arguments.prompts)
             return
-        data = collect(arguments.out)
-        record = arguments.docs / "data" / "lessons.json"
+        taught = arguments.command == "distillation"
+        data = (collect_taught if taught else collect)(arguments.out)
+        record = arguments.docs / "data" / ("lesson_6.json" if taught else "lessons.json")
         record.parent.mkdir(parents=True, exist_ok=True)
         record.write_text(json.dumps(data, separators=(",", ":")) + "\n")
         written = draw(data, arguments.docs)
-        print(tables(data))
+        print((taught_table if taught else tables)(data))
         print(f"\nwritten: {', '.join(map(str, [record, *written]))}")
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -163,3 +163,24 @@ def test_figures_are_drawn_from_the_runs_and_a_missing_one_is_named(tmp_path):
     (tmp_path / "clip-0.4-1" / "metrics.jsonl").unlink()
     with pytest.raises(ConfigError, match=r"clip-0\.4-1"):
         lessons.collect(tmp_path)
+
+
+def test_lesson_6_is_drawn_from_its_own_runs(tmp_path):
+    assert subprocess.run(["bash", "-n", str(SCRIPT.with_name("distillation.sh"))]).returncode == 0
+    for name, height in (("teacher-2", 0.9), ("rewarded-0", 0.25), ("rewarded-1", 0.75), ("taught-0", 0.5)):
+        rows = [{"step": step, "eval/accuracy": step * height / 4} for step in range(5)]
+        for row in rows[1:]:
+            row |= {"response_length/mean": 30, "entropy": 0.2}
+            row |= {"teacher/kl": 0.5 / row["step"]} if name == "taught-0" else {}
+        others = ["taught-1", "both-0", "both-1", "few-taught-0", "few-taught-1", "few-rewarded-0", "few-rewarded-1"]
+        for folder in [name, *(others if name == "taught-0" else [])]:
+            (tmp_path / folder).mkdir()
+            write_lines(tmp_path / folder / "metrics.jsonl", rows)
+    data = lessons.collect_taught(tmp_path)
+    (picture,) = lessons.draw(data, tmp_path)
+    assert picture.name == "lesson_6_distillation.png"
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    text = lessons.taught_table(data)
+    assert "the teacher: 0.900" in text
+    assert "| from rewards | 0.000 | 0.375 | 0.500 | 0.250, 0.750 | - |" in text
+    assert "| from a teacher | 0.000 | 0.375 | 0.500 | 0.500, 0.500 | 0.500, 0.125 |" in text

@@ -186,8 +186,8 @@ def test_rewards_that_fail_are_counted_and_shown_and_end_nothing(start, countdow
         # The first completion to be graded by `slow` takes too long.
         assert row["reward/failed"] == len(bad) + (row["step"] == 1)
     shown = capsys.readouterr().out
-    assert "could not be graded and counts as 0 (slow: timeout: took longer than 1 seconds)" in shown
-    assert "(faulty: exception: ValueError" in shown
+    assert "1 of 16 completions could not be graded by slow (timeout: took longer than 1 seconds), such as '" in shown
+    assert "could not be graded by faulty (exception: ValueError" in shown
 
 
 def test_supervised_training_lowers_the_loss_and_teaches_the_format(start):

@@ -30,11 +30,14 @@ def test_the_settings_become_what_one_rank_deals_with(config):
     assert job.rows == 2 * 4  # six prompts over four engines
     assert job.longest == 16 + 12
     assert (job.compute, job.compiled) == (torch.bfloat16, True)
-    assert (job.reference, job.off_policy) == (True, True)
+    assert (job.reference, job.off_policy, job.teacher) == (True, True, None)
     config.algorithm.kl_coefficient, config.batch.minibatches_per_step = 0.0, 1
     job = job_of(config, 4, torch.device("cpu"), 141 * GIB)
     assert (job.compute, job.compiled) == (torch.float32, False)
     assert (job.reference, job.off_policy) == (False, False)
+    config.algorithm.teacher = config.model.path.replace("/model", "/untied")
+    job = job_of(config, 4, torch.device("cpu"), 141 * GIB)
+    assert (job.reference, job.off_policy, job.teacher.tie_word_embeddings) == (False, True, False)
 
 
 def test_the_plan_has_a_column_for_each_phase_and_leaves_out_what_nobody_needs():

@@ -54,7 +54,10 @@ class RolloutConfig:
         at_least=0,
     )
     gap_warning: float = option(
-        0.05, "Mean difference of rollout and trainer log-probabilities past which the likely cause is told.", above=0
+        0.05,
+        "Mean difference of rollout and trainer log-probabilities past which the likely cause is told; in bfloat16 up "
+        "to twice this, as far as rounding explains it.",
+        above=0,
     )
     gap_error: float = option(0.5, "The same, from which on the run ends.")
     stall_seconds: float = option(45.0, "Longest silence of a working engine before the run ends (sglang).", above=0)

@@ -37,7 +37,21 @@ def run_scheduler(*args: Any, **kwargs: Any) -> None:
 
     if TOKENIZER in os.environ:
         end_at_stop_strings(os.environ[TOKENIZER])
+    leave_no_shared_memory()
     run_scheduler_process(*args, **kwargs)
+
+
+def leave_no_shared_memory() -> None:
+    """Take the name of SGLang's record of its load from /dev/shm: nobody here reads it, and a kill would leave it."""
+    from sglang.srt.managers.load_snapshot import ShmLoadSnapshotWriter
+
+    begin = ShmLoadSnapshotWriter.__init__
+
+    def __init__(self: Any, path: str, *args: Any, **kwargs: Any) -> None:
+        begin(self, path, *args, **kwargs)
+        os.unlink(path)
+
+    ShmLoadSnapshotWriter.__init__ = __init__
 
 
 def end_at_stop_strings(model: str) -> None:

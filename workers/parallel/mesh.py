@@ -95,8 +95,15 @@ def join(device: torch.device, timeout_seconds: float) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
         backend = "cpu:gloo,cuda:nccl"
-    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds), **alone)
+    timeout, place = timedelta(seconds=timeout_seconds), {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    if "RANK" in os.environ:
+        store, rank, world = next(dist.rendezvous("env://", timeout=timeout))
+        # torchrun keeps one store for all its attempts, with the addresses of ranks that died. The count is a node's
+        # own: that of one node alone is the same on every rank.
+        if os.environ.get("GROUP_WORLD_SIZE") == "1":
+            store = dist.PrefixStore(f"attempt-{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+        place = {"store": store, "rank": rank, "world_size": world}
+    dist.init_process_group(backend, timeout=timeout, **place)
 
 
 def leave() -> None:

@@ -32,7 +32,7 @@ and compiles the layers again in the middle of a run for the first micro-batch w
 
 
 class Policy(nn.Module):
-    """`causal_lm` answering with log-probabilities: the one forward pass of actor, reference and warm start."""
+    """`causal_lm` answering with log-probabilities: the one forward pass of actor, frozen policies and warm start."""
 
     def __init__(self, causal_lm: transformers.PreTrainedModel, layout: TrainingLayout, compiled: bool = False) -> None:
         super().__init__()
