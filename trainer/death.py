@@ -41,8 +41,8 @@ class Notice:
     A second Ctrl-C, `grace` seconds that were not enough, and any signal while nothing is `stepping` end the process
     at once. A thread sees to that, as Python's own handlers would wait for the C code that the main thread is in, such
     as a collective. `say`: how rank 0 tells its user. `folder`: the run's, where a rank that fails leaves its stacks as
-    stacks-RANK.txt, and then each that does not end by itself, as one that hangs: the others time out waiting for it, and
-    torchrun sends it SIGTERM.
+    stacks-RANK.txt, and then each that does not end by itself. So does a rank that hangs: others time out waiting for
+    it, and torchrun sends it SIGTERM.
     """
 
     def __init__(self, grace: float = 0.0) -> None:

@@ -42,6 +42,12 @@ def in_prompt(prompts, completions, numbers, **columns):
 def never(completion, row):
     return None
 """
+GROUP = """
+@register("place", sees="group")
+def place(completions, rows):
+    assert all(row == rows[0] for row in rows)
+    return [sorted(completions).index(completion) / 10 for completion in completions]
+"""
 
 
 @pytest.fixture
@@ -151,6 +157,28 @@ def test_a_reward_that_does_not_apply_is_left_out_of_means_and_shown_as_null(sta
             assert row[f"{prefix}reward/digit/mean"] == pytest.approx(sum(applies) / len(applies))
             for s in mine:
                 assert s["reward"] == pytest.approx((s["rewards/digit"] or 0.0) + 0.5 * s["rewards/digits"])
+
+
+def test_a_reward_sees_the_whole_group_that_a_run_samples(start, countdown, file):
+    file.write_text(file.read_text() + GROUP)
+    keep = ["tracking.samples_every=1", "tracking.samples_kept=100", "evaluation.samples_per_prompt=2"]
+    weights = "rewards.weights={digits: 1.0, place: 1.0, distinct: 0.1}"
+    run = start("train", "run", f"rewards.files=[{countdown / 'graders.py'}, {file}]", weights, *keep)
+    samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    groups = {}
+    for sample in samples:
+        groups.setdefault((sample["step"], sample["held_out"], sample["prompt"]), []).append(sample)
+    assert {(held_out, len(group)) for (_, held_out, _), group in groups.items()} == {(False, 4), (True, 2)}
+    for group in groups.values():
+        texts = [sample["response"] for sample in group]
+        assert [sample["rewards/place"] for sample in group] == [sorted(texts).index(text) / 10 for text in texts]
+        assert [sample["rewards/distinct"] for sample in group] == pytest.approx(
+            [
+                sum(text.split() != other.split() for other in texts) / (len(texts) - 1) if text.split() else 0.0
+                for text in texts
+            ]
+        )
+    assert [row["reward/failed"] for row in rows_of(run) if "reward/failed" in row] == [0, 0]
 
 
 def test_components_that_do_not_apply_are_nan_in_a_batch_and_no_metric_where_none_does():
