@@ -8,15 +8,15 @@ To add one, drop a .py file into this folder (or list it under rewards.files) th
     def polite(completion: str, row: dict, *, bonus: float = 1.0) -> float:
         return bonus if "please" in completion else 0.0
 
-`register` tells the other forms: many completions at once, async, TRL's; None where a reward does not apply; a limit of
-its own; and examples, which `python -m trainer rewards test` runs.
+`register` tells the other forms: many completions at once, a whole group, async, TRL's; None where a reward does not
+apply; a limit of its own; and examples, which `python -m trainer rewards test` runs.
 
 This package stands alone: it imports nothing of the trainer and no torch, so that a worker starts fast.
 """
 
-from rewards.pool import Failure, Grade, RewardPool
+from rewards.pool import Failure, Grade, Group, RewardPool
 from rewards.registry import RewardsConfig, get, missing_columns, names, register, validate
 from rewards.testing import check_examples
 
-__all__ = ["Failure", "Grade", "RewardPool", "RewardsConfig", "check_examples", "get", "missing_columns", "names"]
-__all__ += ["register", "validate"]
+__all__ = ["Failure", "Grade", "Group", "RewardPool", "RewardsConfig", "check_examples", "get", "missing_columns"]
+__all__ += ["names", "register", "validate"]

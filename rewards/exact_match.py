@@ -29,15 +29,20 @@ def exact_match(
     accepted = accepted if isinstance(accepted, list | tuple) else [accepted]
     if not accepted or None in accepted:
         raise ValueError(f"exact_match needs the column 'answer' to hold an answer, and the row has {str(row)[:200]}.")
-    answer = completion.rpartition("</think>")[2]
-    if tag:
-        before, closed, _ = answer.rpartition(f"</{tag}>")
-        _, opened, answer = before.rpartition(f"<{tag}>")
-        if not (opened and closed):
-            return 0.0
+    answer = find_answer(completion, tag)
 
     def plain(text: object) -> str:
         text = str(text).translate(PUNCTUATION if ignore_punctuation else {})
         return " ".join((text.casefold() if ignore_case else text).split())
 
-    return float(plain(answer) in map(plain, accepted))
+    return float(answer is not None and plain(answer) in map(plain, accepted))
+
+
+def find_answer(completion: str, tag: str) -> str | None:
+    """What follows the last `</think>`, or of that, with `tag`, what the last <tag>...</tag> holds, if there is one."""
+    answer = completion.rpartition("</think>")[2]
+    if tag:
+        before, closed, _ = answer.rpartition(f"</{tag}>")
+        _, opened, answer = before.rpartition(f"<{tag}>")
+        return answer if opened and closed else None
+    return answer

@@ -21,7 +21,7 @@ EXAMPLES = [
 
 @register("gsm8k", needs=("answer",), examples=EXAMPLES)
 def gsm8k(completion: str, row: dict, *, flexible: bool = False) -> float:
-    """1.0 if the number after the last `####` equals row["answer"] (a number, or what ends in one), else 0.0.
+    """1.0 if the number after the last `####` with one equals row["answer"] (a number, or what ends in one), else 0.0.
 
     flexible: it is the last number, wherever that stands. Raises ValueError for a row without a number.
     """

@@ -71,6 +71,7 @@ async def judge(
         raise ValueError(f"judge's prompt names {sorted(missing)}, and the row has {sorted(row)}.")
     # In one go, so that braces in a completion stay what they are.
     text = re.sub(r"\{(\w+)\}", lambda found: str(values[found[1]]), prompt)
+    text = text.encode(errors="replace").decode()  # half of a surrogate pair cannot be sent
     request = {"model": model, "messages": [{"role": "user", "content": text}]} | dict(body or {})
     client = _client(asyncio.get_running_loop(), url, key_variable, concurrency, seconds)
     reply = await _post(client, request, retries)

@@ -11,12 +11,12 @@ import string
 from rewards.registry import register
 
 FORMS = (  # L stands for any letter of the row's choices
-    r"\\boxed\{\W*(?:\\text(?:bf)?\{)?\W*(L)\b",
+    r"\\boxed\{\W*(?:\\text(?:bf)?\{\W*)?(L)\b",
     r"<answer>\W*(L)\b",
     r"(?i:answer)(?i:\s+is|\s+would\s+be)?\W{0,6}(L)(?![\w'’])",
     r"(?i:choice|option)(?i:\s+is)?\W{0,6}(L)(?![\w'’])",
     r"\((L)\)",
-    r"^\W*(L)(?:\W*$|[.:)]\s)",
+    r"^[^\w\n]*(L)(?:[^\w\n]*$|[.:)]\s)",
 )
 ARC = {"choices": {"label": ["1", "2"], "text": ["a cat", "a dog"]}, "answer": "2"}
 EXAMPLES = [

@@ -1,10 +1,11 @@
 """The pool that grades completions in worker processes, each of which can be killed at any time.
 
-`submit` takes one completion, at any time and from any thread, and puts it into the queue of each reward. Every worker
-process has a thread in the pool that takes from the queue that has waited longest, sends its worker calls of that
-reward and waits for the answers: a call has one completion of a plain reward, and of a batched or async one all that
-wait, up to MAX_CHUNK. A worker that exceeds the time limit, or dies, costs exactly the call it was busy with: its other
-calls go back to the queue, and a new process takes its place.
+`submit` takes one completion, at any time and from any thread, and puts it into the queue of each reward; those that
+see groups get its group once that is whole. Every worker process has a thread in the pool that takes from the queue
+that has waited longest, sends its worker calls of that reward and waits for the answers: a call has one completion of a
+plain reward, or one group, and of a batched or async reward all that wait, up to MAX_CHUNK. A worker that exceeds the
+time limit, or dies, costs exactly the call it was busy with: its other calls go back to the queue, and a new process
+takes its place.
 """
 
 import contextlib
@@ -18,13 +19,13 @@ from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any, Literal
 
 from rewards.registry import Example, RewardsConfig
 from rewards.worker import Worker, among
 
-MAX_CHUNK = 64  # completions that a worker is sent at once
+MAX_CHUNK = 64  # completions, or groups, that a worker is sent at once
 QUICK_SECONDS = 0.05  # what a chunk may take for the next one to be twice as large
 
 
@@ -33,7 +34,7 @@ class Failure:
     """One reward that could not be computed and counts as 0.0; or that none applies, which makes a total of 0.0."""
 
     reward: str
-    kind: Literal["timeout", "exception", "crash", "not a number", "not a list", "none applies"]
+    kind: Literal["timeout", "memory", "exception", "crash", "not a number", "not a list", "none applies"]
     message: str
     completion: str
 
@@ -60,7 +61,16 @@ class _Request:
     answers: dict[str, tuple[str, Any]] = field(default_factory=dict)  # reward name -> (kind, value or message)
 
 
-_Call = list[_Request]  # what the worker is to give to one reward together
+@dataclass
+class Group:
+    """The `size` completions to one prompt, for the rewards that see them together."""
+
+    size: int = 1
+    requests: list[_Request] = field(default_factory=list)
+
+
+_Unit = list[_Request]  # a completion, or the group that a reward sees
+_Call = list[_Unit]  # what the worker is to give to one reward together
 
 
 class RewardPool(contextlib.AbstractContextManager):
@@ -78,15 +88,17 @@ class RewardPool(contextlib.AbstractContextManager):
             "rewards": {name: dict(config.options.get(name, {})) for name in config.weights},
             "timeout_seconds": config.timeout_seconds,
             "timeouts": dict(config.timeouts),
+            "memory_megabytes": config.memory_megabytes,
         }
         # What is sent here is never read: it ends every wait for a worker from then on.
         self._stop, self._stop_sender = socket.socketpair()
         self._workers = [Worker(setup, start_timeout_seconds, self._stop) for _ in range(config.processes)]
         self._threads = [threading.Thread(target=self._run, args=[worker], daemon=True) for worker in self._workers]
         self._changed = threading.Condition()  # guards all below, and what a _Request gathers
-        self._queues: dict[str, deque[_Request]] = {name: deque() for name in config.weights}
+        self._queues: dict[str, deque[_Unit]] = {name: deque() for name in config.weights}
         self._submitted = 0
         self._pending: set[_Request] = set()
+        self._about: dict[str, tuple[bool, float, bool]] = {}  # what Worker.start returned
         self._ready = 0
         self._end: Exception | None = None  # why the pool takes no more completions
         try:
@@ -100,34 +112,39 @@ class RewardPool(contextlib.AbstractContextManager):
             self.close()
             raise
 
-    def submit(self, completion: str, row: dict, prompt: str = "") -> Future[Grade]:
+    def submit(self, completion: str, row: dict, prompt: str = "", group: Group | None = None) -> Future[Grade]:
         """Grade one completion with every reward; returns at once. The future cannot be cancelled.
 
-        prompt: its text, for rewards in TRL's form that ask for it. A reward that fails counts 0.0 and is listed in the
-        grade's failures; so is that no reward with a weight applies. Raises RuntimeError if the pool is closed or a
-        worker could not be started (the future does so if that happens later), and what pickle raises for a row that
-        cannot be sent.
+        prompt: its text, for rewards in TRL's form that ask for it. group: what all completions to its prompt have in
+        common, for whose last one the rewards that see groups wait, and they alone; None where it is the only one. A
+        reward that fails counts 0.0 and is listed in the grade's failures; so is that no reward with a weight applies.
+        Raises RuntimeError if the pool is closed or a worker could not be started (the future does so if that happens
+        later), and what pickle raises for a row that cannot be sent.
         """
-        return self._submit(completion, row, prompt, self._weights)
+        return self._submit((completion, row, prompt), group or Group(), self._weights)
 
-    def submit_example(self, name: str, example: Example) -> Future[Grade]:
-        """Grade one example with the reward `name` of this pool alone; its prompt is the row's column `prompt`."""
-        prompt = example.row.get("prompt", "")
-        return self._submit(example.completion, example.row, prompt, {name: 1.0}, example.options)
+    def submit_example(self, name: str, example: Example) -> list[Future[Grade]]:
+        """Grade the completions of an example with the reward `name` alone; prompts are the rows' column `prompt`."""
+        samples, weights = example.samples(), {name: 1.0}
+        given, group = [(text, row, row.get("prompt", "")) for text, row, _ in samples], Group(len(samples))
+        return [self._submit(sample, group, weights, example.options) for sample in given]
 
     def _submit(
-        self, completion: str, row: dict, prompt: str, weights: Mapping[str, float], options: Mapping | None = None
+        self, sample: tuple[str, dict, str], group: Group, weights: Mapping[str, float], options: Mapping | None = None
     ) -> Future[Grade]:
-        payload = pickle.dumps((completion, row, prompt))
+        payload = pickle.dumps(sample)
         with self._changed:
             if self._end:
                 raise RuntimeError(str(self._end))
             self._submitted += 1
-            request = _Request(self._submitted, completion, payload, weights, options)
+            request = _Request(self._submitted, sample[0], payload, weights, options)
             request.future.set_running_or_notify_cancel()
             self._pending.add(request)
+            group.requests.append(request)
             for name in request.weights:
-                self._queues[name].append(request)
+                _, _, sees_group = self._about[name]
+                if not sees_group or len(group.requests) == group.size:
+                    self._queues[name].append(group.requests if sees_group else [request])
             self._changed.notify(len(request.weights))
         return request.future
 
@@ -158,10 +175,11 @@ class RewardPool(contextlib.AbstractContextManager):
         try:
             about = worker.start()
             with self._changed:
+                self._about = about
                 self._ready += 1
                 self._changed.notify_all()
             chunks = dict.fromkeys(about, 1)
-            while taken := self._take(about, chunks):
+            while taken := self._take(chunks):
                 name, calls = taken
                 started = time.monotonic()
                 self._grade(worker, name, calls, patience=about[name][1])
@@ -174,39 +192,38 @@ class RewardPool(contextlib.AbstractContextManager):
         finally:
             worker.kill()
 
-    def _take(
-        self, about: Mapping[str, tuple[bool, float]], chunks: Mapping[str, int]
-    ) -> tuple[str, deque[_Call]] | None:
+    def _take(self, chunks: Mapping[str, int]) -> tuple[str, deque[_Call]] | None:
         """Wait for completions and take the calls of the reward that waits longest; None once the pool has ended."""
         with self._changed:
             self._changed.wait_for(lambda: self._end or any(self._queues.values()))
             if self._end:
                 return None
-            name = min(filter(self._queues.get, self._queues), key=lambda name: self._queues[name][0].number)
-            queue, together = self._queues[name], about[name][0]
+            name = min(filter(self._queues.get, self._queues), key=lambda name: self._queues[name][0][-1].number)
+            queue, together = self._queues[name], self._about[name][0]
             share = math.ceil(len(queue) / (2 * len(self._workers)))
             size = min(MAX_CHUNK, len(queue)) if together else min(chunks[name], share)
-            requests = [queue.popleft() for _ in range(size)]
+            units = [queue.popleft() for _ in range(size)]
         if not together:
-            return name, deque([request] for request in requests)
-        return name, deque(list(alike) for _, alike in groupby(requests, key=lambda request: request.options))
+            return name, deque([unit] for unit in units)
+        return name, deque(list(alike) for _, alike in groupby(units, key=lambda unit: unit[0].options))
 
     def _grade(self, worker: Worker, name: str, calls: deque[_Call], patience: float) -> None:
-        """Have the worker make `calls`. If it dies or is late, the rest goes back to the queue and it starts anew."""
+        """Have the worker make `calls`. If one ends it, or all its memory is taken, the rest goes back to the queue."""
         # One that died while it had nothing to do is replaced before a call could be blamed for it.
         if worker.is_dead():
             worker.start()
-        worker.send(pickle.dumps([(name, call[0].options, [request.payload for request in call]) for call in calls]))
+        sent = [(name, call[0][0].options, [[each.payload for each in unit] for unit in call]) for call in calls]
+        worker.send(pickle.dumps(sent))
         while calls:
             kind, answers = worker.receive(patience)
-            call = calls.popleft()
+            requests = list(chain(*calls.popleft()))
             if kind != "graded":
-                answers = [(kind, answers + among(len(call)))] * len(call)
-            for request, answer in zip(call, answers, strict=True):
+                answers = [(kind, answers + among(len(requests)))] * len(requests)
+            for request, answer in zip(requests, answers, strict=True):
                 self._answer(request, name, answer)
-            if kind != "graded":
+            if kind != "graded" or any(answer[0] == "memory" for answer in answers):
                 with self._changed:
-                    self._queues[name].extendleft(request for call in reversed(calls) for request in reversed(call))
+                    self._queues[name].extendleft(unit for call in reversed(calls) for unit in reversed(call))
                     self._changed.notify(len(calls))
                 worker.start()
                 return

@@ -19,12 +19,20 @@ NOT_GIVEN = ("completion_ids", "trainer_state", "log_metric", "log_extra")  # wh
 
 
 class Example(NamedTuple):
-    """What a reward gives to a completion: `value`, None where it does not apply, with `options` alone."""
+    """What a reward gives to a completion: `value`, None where it does not apply, with `options` alone.
 
-    completion: str
-    row: dict
-    value: float | None
+    For a reward that sees its group these are the lists of a group's completions, rows and values.
+    """
+
+    completion: str | Sequence[str]
+    row: dict | Sequence[dict]
+    value: float | Sequence[float | None] | None
     options: Mapping[str, Any] = {}
+
+    def samples(self) -> list[tuple[str, dict, float | None]]:
+        """(completion, row, value) of each completion; TypeError or ValueError for lists that do not match."""
+        alone = isinstance(self.completion, str)
+        return [self[:3]] if alone else list(zip(self.completion, self.row, self.value, strict=True))
 
 
 @dataclass(frozen=True)
@@ -42,6 +50,7 @@ class Reward:
     file: Path
     line: int
     check: Callable[..., None] | None = None  # raises ValueError for options that cannot work
+    sees: Literal["completion", "group"] = "completion"  # what one call is given, if not any that wait
 
     @property
     def is_async(self) -> bool:
@@ -77,6 +86,7 @@ def register(
     seconds: float | None = None,
     examples: Sequence[tuple] = (),
     check: Callable[..., None] | None = None,
+    sees: Literal["completion", "group"] = "completion",
 ) -> Callable:
     """Register the decorated function, which may be `async def`, in the form that its parameters tell:
 
@@ -93,24 +103,30 @@ def register(
     seconds: a limit of its own in the place of rewards.timeout_seconds, for what is slow by nature.
     examples: (completion, row, value) or (completion, row, value, options); a run refuses a reward that fails one.
     check: called with the config's options before a run; raises ValueError where they cannot work on this machine.
+    sees: "group" for one that takes many and compares: each call is given all completions to one prompt, once the last
+    is sampled, and no others. Its examples are (completions, rows, values) or (completions, rows, values, options).
     Raises ValueError for a name that is taken, a signature that cannot be called this way and examples of no such form.
     """
     if isinstance(needs, str) or isinstance(imports, str):
         raise ValueError(f"Reward {name!r}: needs and imports are lists of names, such as needs=('answer',).")
     if seconds is not None and not 0 < seconds < math.inf:
         raise ValueError(f"Reward {name!r}: seconds is {seconds}: it must be a positive number.")
+    if sees not in ("completion", "group"):
+        raise ValueError(f"Reward {name!r}: sees is {sees!r}: it must be 'completion' or 'group'.")
 
     def add(function: RewardFunction) -> RewardFunction:
         form, options, columns = _read_signature(name, function)
+        if sees == "group" and form == "plain":
+            raise ValueError(f"Reward {name!r} sees its group: give it the parameters completions and rows, or TRL's.")
         file, line = Path(function.__code__.co_filename).resolve(), function.__code__.co_firstlineno
         known = REGISTRY.get(name)
         # The same line of the same file again is that file being imported a second time, not a second reward.
         if known and (known.file, known.line) != (file, line):
             places = f"at {known.file}:{known.line} and at {file}:{line}"
             raise ValueError(f"Reward {name!r} is registered twice, {places}: give one of them another name.")
-        shown = tuple(_read_example(name, example, options) for example in examples)
+        shown = tuple(_read_example(name, example, options, sees == "group") for example in examples)
         all_needs = tuple(dict.fromkeys((*needs, *columns)))
-        rest = tuple(imports), seconds, shown, file, line, check
+        rest = tuple(imports), seconds, shown, file, line, check, sees
         REGISTRY[name] = Reward(name, function, form, options, all_needs, *rest)
         return function
 
@@ -143,14 +159,17 @@ def _read_signature(name: str, function: RewardFunction) -> tuple[str, tuple[str
     return "batched" if first == ["completions", "rows"] else "plain", tuple(p.name for p in options), []
 
 
-def _read_example(name: str, given: Any, options: Sequence[str]) -> Example:
+def _read_example(name: str, given: Any, options: Sequence[str], group: bool) -> Example:
+    kinds, form = (str, dict, int | float | None), "(completion, row, value) or (completion, row, value, options)"
+    form += ", such as ('4', {'answer': '4'}, 1.0)"
+    if group:
+        form = "(completions, rows, values), with options if need be, such as (['4', 'four'], [{}, {}], [1.0, 0.0])"
     try:
         example = Example(*given)
-    except TypeError:
-        example = None
-    kinds = str, dict, int | float | None, Mapping
-    if isinstance(given, str) or example is None or not all(map(isinstance, example, kinds)):
-        form = "(completion, row, value) or (completion, row, value, options), such as ('4', {'answer': '4'}, 1.0)"
+        samples = example.samples() if isinstance(example.completion, str) != group else []
+    except (TypeError, ValueError):
+        samples = []
+    if not samples or not all(all(map(isinstance, s, kinds)) for s in samples) or not isinstance(example[3], Mapping):
         raise ValueError(f"Reward {name!r} has the example {given!r:.200}, which is not {form}.")
     _check_options(name, options, example.options)
     return example
@@ -241,13 +260,16 @@ class RewardsConfig:
         default_factory=dict,
         metadata={"doc": "Reward name -> its own limit in seconds, such as {judge: 120}; wins over what it asks for."},
     )
+    memory_megabytes: int = field(
+        default=4096, metadata={"doc": "Memory of its own that a worker process, and each that it starts, may take."}
+    )
 
 
 def validate(config: RewardsConfig) -> None:
     """Import the reward files and raise a ValueError of one sentence for the first setting that cannot work."""
     if not config.weights:
         raise ValueError("rewards.weights is empty: give at least one reward, such as rewards.weights.math=1.")
-    for key in ("processes", "timeout_seconds"):
+    for key in ("processes", "timeout_seconds", "memory_megabytes"):
         if not 0 < (value := getattr(config, key)) < math.inf:
             raise ValueError(f"rewards.{key} is {value}: it must be a positive number.")
     for file in config.files:

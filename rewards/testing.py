@@ -20,7 +20,8 @@ class Outcome(NamedTuple):
 def run_examples(pool: RewardPool, names: Iterable[str]) -> dict[str, list[Outcome]]:
     """Reward name -> what came of each of its examples, graded side by side; `pool` has the rewards `names`."""
     graded = {name: [(each, pool.submit_example(name, each)) for each in find(name).examples] for name in names}
-    return {name: [_outcome(name, each, future.result()) for each, future in those] for name, those in graded.items()}
+    wait = {name: [(each, [f.result() for f in futures]) for each, futures in those] for name, those in graded.items()}
+    return {name: [_outcome(name, each, grades) for each, grades in those] for name, those in wait.items()}
 
 
 def check_examples(pool: RewardPool, names: Iterable[str]) -> None:
@@ -33,12 +34,18 @@ def check_examples(pool: RewardPool, names: Iterable[str]) -> None:
                 raise ValueError(f"{said}; mend the reward or the example ({way_out}).")
 
 
-def _outcome(name: str, example: Example, grade: Grade) -> Outcome:
-    value, wanted = grade.components[name], example.value
-    failed = [f"{each.kind}: {each.message}" for each in grade.failures if each.kind != "none applies"]
+def _outcome(name: str, example: Example, grades: list[Grade]) -> Outcome:
+    values, wanted = [grade.components[name] for grade in grades], [value for *_, value in example.samples()]
+    failures = [each for grade in grades for each in grade.failures if each.kind != "none applies"]
+    gave = values[0] if isinstance(example.completion, str) else values
+    if failures:
+        gave = f"{failures[0].kind}: {failures[0].message}"
+    asked = f"{example.completion!r:.200}{f' with {dict(example.options)}' if example.options else ''}"
+    passed = not failures and all(map(_is_close, values, wanted))
+    return Outcome(passed, f"{asked} must give {example.value} and gave {gave}")
+
+
+def _is_close(value: float | None, wanted: float | None) -> bool:
     if value is None or wanted is None:
-        passed = value is wanted
-    else:
-        passed = math.isclose(value, wanted, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
-    asked = f"{example.completion[:200]!r}{f' with {dict(example.options)}' if example.options else ''}"
-    return Outcome(passed and not failed, f"{asked} must give {wanted} and gave {failed[0] if failed else value}")
+        return value is wanted
+    return math.isclose(value, wanted, rel_tol=TOLERANCE, abs_tol=TOLERANCE)

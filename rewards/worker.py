@@ -3,9 +3,9 @@
 The pool sends pickles over the process's stdin, first the setup and then lists of calls; the setup and each call are
 answered with one line of JSON over stdout. A reward that prints writes to stderr, which the pool passes on.
 
-A call is (reward name, options, pickled samples), with one sample where the reward is plain. The samples of an async
-one are graded side by side, each under its own limit, in one event loop that lives as long as the worker, so that what
-a reward opens there stays open.
+A call is (reward name, options, units of pickled samples). A unit is a sample, or a group where the reward sees groups;
+there is one unless the reward is batched or async. The units of an async one are graded side by side, each under its
+own limit, in one event loop that lives as long as the worker, so that what a reward opens there stays open.
 
 The process is a fresh Python that imports `rewards` and nothing of the trainer (multiprocessing would import the main
 script again). It never outlives the trainer: when its stdin closes, a thread kills it and all that its rewards
@@ -22,10 +22,13 @@ import math
 import numbers
 import os
 import pickle
+import resource
 import select
+import shutil
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -51,18 +54,23 @@ class Worker:
     start_timeout: float  # seconds
     stop: socket.socket  # ends every wait with a RuntimeError once it can be read
     process: Popen | None = None
+    folder: str = ""  # where its temporary files are, which end with it
 
-    def start(self) -> dict[str, tuple[bool, float]]:
+    def start(self) -> dict[str, tuple[bool, float, bool]]:
         """Start a process and wait until it has imported the rewards. Raises RuntimeError if it does not.
 
-        Returns of each reward whether one call grades many samples, and after how many seconds a call is late.
+        Returns of each reward whether one call takes all units that wait, after how many seconds a call is late, and
+        whether a unit is a group.
         """
         self.kill()
         path = [str(entry) for entry in sys.path] + [str(Path(__file__).resolve().parent.parent)]
         # -P keeps the directory it is started in (it could be rewards/, with a math.py) from shadowing the stdlib.
         command = [sys.executable, "-P", "-c", START, json.dumps(path)]
+        self.folder = tempfile.mkdtemp(prefix="reward-")
+        environment = os.environ | {"TMPDIR": self.folder}
         # A session of its own makes a group that can be killed together with what a reward starts.
-        self.process = Popen(command, stdin=PIPE, stdout=PIPE, stderr=PIPE, bufsize=0, start_new_session=True)
+        streams = {"stdin": PIPE, "stdout": PIPE, "stderr": PIPE, "bufsize": 0}
+        self.process = Popen(command, env=environment, start_new_session=True, **streams)
         self._inbox, self._stderr = b"", ""
         self._poll = select.poll()
         for stream in (self.process.stdin, self.process.stdout, self.process.stderr):
@@ -120,6 +128,7 @@ class Worker:
         code = self.process.wait(timeout=10.0)
         with self.process:  # closes its pipes
             self._read_stderr()
+        shutil.rmtree(self.folder, ignore_errors=True)
         self.process = None
         return f"exited with code {code}" if code >= 0 else f"was ended by signal {-code} ({signal.strsignal(-code)})"
 
@@ -150,9 +159,15 @@ def serve() -> None:
     os.dup2(2, 1)
     sys.stdout.reconfigure(line_buffering=True)
     faulthandler.enable()
-    threading.Thread(target=_end_with_parent, args=(tasks_from.fileno(),), daemon=True).start()
+    signal.signal(signal.SIGTERM, lambda *_: None)  # a scheduler's notice, after which the trainer ends its step
+    watched = tasks_from.fileno(), os.environ["TMPDIR"]
+    threading.Thread(target=_end_with_parent, args=watched, daemon=True).start()
 
     setup = pickle.load(tasks_from)
+    _, highest = resource.getrlimit(resource.RLIMIT_DATA)
+    allowed = setup["memory_megabytes"] << 20
+    allowed = allowed if highest == resource.RLIM_INFINITY else min(allowed, highest)
+    resource.setrlimit(resource.RLIMIT_DATA, (allowed, allowed))
     for file in setup["files"]:
         registry.load_file(file)
     rewards = {name: registry.find(name) for name in setup["rewards"]}
@@ -160,21 +175,22 @@ def serve() -> None:
         for module in reward.imports:
             importlib.import_module(module)
     limits = {name: setup["timeouts"].get(name, r.seconds or setup["timeout_seconds"]) for name, r in rewards.items()}
-    about = {n: (r.is_async or r.form != "plain", limits[n] + GRACE * r.is_async) for n, r in rewards.items()}
+    together = {n: r.is_async or (r.form != "plain" and r.sees != "group") for n, r in rewards.items()}
+    about = {n: (together[n], limits[n] + GRACE * r.is_async, r.sees == "group") for n, r in rewards.items()}
     loop = asyncio.new_event_loop()
     print(json.dumps(["ready", about]), file=answers_to, flush=True)
 
     with contextlib.suppress(EOFError):
         while True:
-            for name, options, payloads in pickle.load(tasks_from):
+            for name, options, units in pickle.load(tasks_from):
                 reward, limit = rewards[name], limits[name]
                 options = setup["rewards"][name] if options is None else options
                 # Twice the limit, so that the pool, which knows which call it kills a worker for, always comes first.
                 signal.setitimer(signal.ITIMER_REAL, 2 * limit + GRACE)
                 if reward.is_async:
-                    answers = loop.run_until_complete(_side_by_side(reward, options, payloads, limit))
+                    answers = loop.run_until_complete(_side_by_side(reward, options, units, limit))
                 else:
-                    answers = _answer(reward, options, payloads)
+                    answers = _answer(reward, options, list(chain(*units)))
                 signal.setitimer(signal.ITIMER_REAL, 0)
                 print(json.dumps(["graded", answers]), file=answers_to, flush=True)
 
@@ -191,9 +207,9 @@ def _answer(reward: registry.Reward, options: Mapping[str, Any], payloads: Seque
 
 
 async def _side_by_side(
-    reward: registry.Reward, options: Mapping[str, Any], payloads: Sequence[bytes], limit: float
+    reward: registry.Reward, options: Mapping[str, Any], units: Sequence[Sequence[bytes]], limit: float
 ) -> list[_Answer]:
-    """What an async reward gives: one call for all `payloads` where it is batched, else one for each."""
+    """What an async reward gives: one call for all `units` where it is batched, else one for each."""
 
     async def answer(payloads: Sequence[bytes]) -> list[_Answer]:
         try:
@@ -205,7 +221,7 @@ async def _side_by_side(
                 return [("timeout", f"took longer than {limit:g} seconds{among(len(payloads))}")] * len(payloads)
             return _raised(error, len(payloads))
 
-    calls = [[payload] for payload in payloads] if reward.form == "plain" else [payloads]
+    calls = units if reward.form == "plain" or reward.sees == "group" else [list(chain(*units))]
     return list(chain(*await asyncio.gather(*map(answer, calls))))
 
 
@@ -230,8 +246,11 @@ def _number(reward: registry.Reward, value: Any) -> _Answer:
 
 def _raised(error: BaseException, count: int) -> list[_Answer]:
     where = traceback.extract_tb(error.__traceback__)[-1]
-    text = f"{type(error).__name__} at {where.filename}:{where.lineno}: {error}"
-    return [("exception", text[:MAX_MESSAGE] + among(count))] * count
+    kind, said = "exception", str(error)
+    if isinstance(error, MemoryError):
+        kind, said = "memory", f"needs more than rewards.memory_megabytes allow {said}".strip()
+    text = f"{type(error).__name__} at {where.filename}:{where.lineno}: {said}"
+    return [(kind, text[:MAX_MESSAGE] + among(count))] * count
 
 
 def among(count: int) -> str:
@@ -239,9 +258,10 @@ def among(count: int) -> str:
     return f", in one call with {count - 1} other completion(s)" if count > 1 else ""
 
 
-def _end_with_parent(descriptor: int) -> None:
+def _end_with_parent(descriptor: int, folder: str) -> None:
     # Asked for no event, poll returns only when every writer has closed the pipe, whatever is queued in it.
     watch = select.poll()
     watch.register(descriptor, 0)
     watch.poll()
+    shutil.rmtree(folder, ignore_errors=True)
     os.killpg(0, signal.SIGKILL)

@@ -342,6 +342,7 @@ def stop(stopped: Stopped) -> None:
 
     if os.environ.get("RANK", "0") == "0":
         print(stopped, file=sys.stderr, flush=True)
+    tell_torchrun(str(stopped))
     dist.barrier()
     leave()
     sys.exit(STOPPED)

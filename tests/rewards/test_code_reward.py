@@ -150,6 +150,20 @@ def test_a_test_has_the_builtins_from_before_the_program():
 
 
 @both
+def test_a_pool_that_is_closed_in_the_middle_leaves_no_folder(network, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    options = {"code": {"allow": True, "network": network}}
+    with RewardPool(RewardsConfig({"code": 1.0}, options, processes=1)) as pool:
+        pool.submit(block("import time\ntime.sleep(60)"), {"tests": TESTS})
+        until = time.monotonic() + 60
+        while not list(tmp_path.glob("reward-*/code-*")):
+            assert time.monotonic() < until
+            time.sleep(0.02)
+        time.sleep(0.5)
+    assert list(tmp_path.iterdir()) == []
+
+
+@both
 def test_an_endless_loop_takes_its_time_from_the_other_tests_alone(network):
     tests = ["assert add(1, 2) == 3", "add(0, 0)", "assert add(1, 2) == 3"]
     program = "def add(a, b):\n    while not a: pass\n    return a + b\n"

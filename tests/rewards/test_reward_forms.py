@@ -93,6 +93,22 @@ def earlier(completion, row):
 def later(completion, row):
     return earlier(completion, row)
 
+@register("mean", sees="group")
+def mean(completions, rows, *, scale=1.0):
+    if "hang" in completions: time.sleep(60)
+    if "raise" in completions: raise KeyError("no such thing")
+    if "few" in completions: return [1.0]
+    middle = sum(map(len, completions)) / len(completions)
+    return [None if c == "none" else scale * (len(c) - middle) + row.get("add", 0) for c, row in zip(completions, rows)]
+
+meeting = asyncio.Barrier(3)
+
+@register("rank", sees="group", seconds=60)
+async def rank(prompts, completions, answer=None, **columns):
+    if "meet" in completions: await meeting.wait()
+    if "hang" in completions: await asyncio.sleep(60)
+    return [sorted(completions).index(completion) + (prompts[0] == "2+2=") for completion in completions]
+
 @register("even")
 def even(completion, row):
     return None if len(completion) % 2 else 1.0
@@ -312,10 +328,104 @@ def test_none_leaves_a_reward_out_and_a_completion_to_which_none_applies_is_a_fa
     assert [(f.reward, f.kind, f.completion) for f in grade.failures] == [("even", "none applies", "x")]
 
 
+def graded_in_groups(pool: RewardPool, *groups: str, row: dict | None = None, prompt: str = "") -> list[list]:
+    """The grades of groups, each given as words, whose first completions come first."""
+    words = [text.split() for text in groups]
+    parts = [rewards.Group(len(each)) for each in words]
+    futures = [[] for _ in groups]
+    for turn in range(max(map(len, words))):
+        for each, part, those in zip(words, parts, futures, strict=True):
+            those += [pool.submit(each[turn], row or {}, prompt, part)] if turn < len(each) else []
+    return [[future.result(timeout=60) for future in those] for those in futures]
+
+
+def test_a_reward_that_sees_its_group_is_given_one_whole_group_and_each_completion_gets_its_own_value(config):
+    settings = config("mean", "rank", "even", options={"mean": {"scale": 2.0}}, processes=2)
+    with RewardPool(settings) as pool:
+        groups = [f"{'x' * n} {'y' * (n + 2)} none{'' if n % 2 else ' a'}" for n in range(1, 60)]
+        for text, grades in zip(groups, graded_in_groups(pool, *groups, row={"add": 100}), strict=True):
+            words = text.split()
+            middle = sum(map(len, words)) / len(words)
+            wanted = [None if word == "none" else 2 * (len(word) - middle) + 100 for word in words]
+            assert [grade.components["mean"] for grade in grades] == pytest.approx(wanted)
+            assert [grade.components["rank"] for grade in grades] == [sorted(words).index(word) for word in words]
+            assert [grade.components["even"] for grade in grades] == [None if len(w) % 2 else 1.0 for w in words]
+        (alone,) = graded_in_groups(pool, "x", prompt="2+2=")
+        assert (alone[0].components, pool.submit("x", {}).result().components["mean"]) == (
+            {"mean": 0.0, "rank": 1.0, "even": None},
+            0.0,
+        )
+
+
+def test_the_other_rewards_do_not_wait_for_the_last_of_a_group(config):
+    with RewardPool(config("mean", "earlier")) as pool:
+        group = rewards.Group(3)
+        first, second = (pool.submit(text, {}, "", group) for text in ("a", "bb"))
+        assert pool.submit("alone", {}).result(timeout=60).components == {"mean": 0.0, "earlier": 3.0}
+        assert not first.done()
+        last = pool.submit("ccc", {}, "", group)
+        grades = [future.result(timeout=60) for future in (first, second, last)]
+    assert [grade.components for grade in grades] == [
+        {"mean": -1.0, "earlier": 1.0},
+        {"mean": 0.0, "earlier": 2.0},
+        {"mean": 1.0, "earlier": 4.0},
+    ]
+
+
+def test_groups_of_an_async_reward_are_graded_side_by_side_each_under_its_own_limit(config):
+    with RewardPool(config("rank", timeouts={"rank": 2.0})) as pool:
+        graded_in_groups(pool, "warm up")
+        groups = graded_in_groups(pool, "meet a", "meet b", "meet c", "hang d")
+    assert [[grade.total for grade in grades] for grades in groups] == [[1.0, 0.0]] * 3 + [[0.0, 0.0]]
+    late = ("timeout", "took longer than 2 seconds, in one call with 1 other completion(s)")
+    assert [[(f.kind, f.message) for grade in grades for f in grade.failures] for grades in groups] == [
+        *[[]] * 3,
+        [late] * 2,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("word", "kind", "message"),
+    [
+        ("hang", "timeout", "took longer than 1 seconds, in one call with 2 other completion(s)"),
+        ("raise", "exception", "'no such thing', in one call with 2 other completion(s)"),
+        ("few", "not a list", "returned a list of 1: reward 'mean' must return a list of 3"),
+    ],
+)
+def test_what_fails_costs_its_group_and_no_other(config, word, kind, message):
+    with RewardPool(config("mean", timeout_seconds=1.0)) as pool:
+        groups = graded_in_groups(pool, "a bbb", f"a {word} b", "cc aaaa", "d e")
+    assert [[grade.total for grade in grades] for grades in groups] == [[-1, 1], [0, 0, 0], [-1, 1], [0, 0]]
+    failures = [failure for grades in groups for grade in grades for failure in grade.failures]
+    assert [(f.kind, f.completion) for f in failures] == [(kind, "a"), (kind, word), (kind, "b")]
+    assert message in failures[1].message
+
+
+def test_a_group_is_for_forms_that_take_many_and_its_examples_are_lists(registered):
+    with pytest.raises(ValueError, match="'bad' sees its group: give it the parameters completions and rows"):
+        rewards.register("bad", sees="group")(lambda completion, row: 1.0)
+    with pytest.raises(ValueError, match="'bad': sees is 'prompt': it must be 'completion' or 'group'"):
+        rewards.register("bad", sees="prompt")
+    for example in (
+        ("a", {}, 1.0),
+        (["a"], {}, 1.0),
+        (["a"], [{}], [1.0, 2.0]),
+        (["a", "b"], [{}], [1.0, 2.0]),
+        ([], [], []),
+        ("ab", [{}, {}], [1.0, 1.0]),
+        (["a"], [{}], ["1"]),
+        (["a"], [{}], [1.0], 3),
+    ):
+        with pytest.raises(ValueError, match=r"'bad' has the example .*, which is not \(completions, rows, values\)"):
+            rewards.register("bad", sees="group", examples=[example])(lambda completions, rows: [1.0])
+    assert "bad" not in registered
+
+
 @pytest.mark.parametrize(
     "example",
     [
         "abc",
+        (["a"], [{}], [1.0]),
         ("text", {}),
         ("text", {}, "1"),
         (1, {}, 1.0),
@@ -357,6 +467,10 @@ def raises(completion, row):
 def none(completion, row):
     return None if completion == "x" else 0.0
 
+@register("first", sees="group", examples=[(["a", "b", "a"], [{}] * 3, [1, None, 1.0]), (["b", "a"], [{}] * 2, [1, 0])])
+def first(completions, rows):
+    return [1.0 if completion == completions[0] else None for completion in completions]
+
 @register("hangs", seconds=0.5, examples=[("x", {}, 0.0)])
 def hangs(completion, row):
     time.sleep(60)
@@ -366,7 +480,7 @@ def hangs(completion, row):
 def test_examples_are_graded_by_the_pool_with_their_own_options_and_the_real_limits(registered, tmp_path):
     file = tmp_path / "examples.py"
     file.write_text(EXAMPLES)
-    names = ["good", "asks", "wrong", "raises", "none", "hangs"]
+    names = ["good", "asks", "wrong", "raises", "none", "hangs", "first"]
     config = RewardsConfig(dict.fromkeys(names, 1.0), {"good": {"scale": 100.0}}, [str(file)], processes=2)
     rewards.validate(config)
     with RewardPool(config) as pool:
@@ -380,6 +494,8 @@ def test_examples_are_graded_by_the_pool_with_their_own_options_and_the_real_lim
     assert "and gave 1.0; mend" in str(error.value)
     passed = {name: [outcome.passed for outcome in each] for name, each in outcomes.items()}
     bad = {"wrong": [True, False, True], "raises": [False], "none": [False, False], "hangs": [False]}
+    bad |= {"first": [True, False]}
+    assert outcomes["first"][1].said == "['b', 'a'] must give [1, 0] and gave [1.0, None]"
     assert passed == {"good": [True] * 4, "asks": [True]} | bad
     assert outcomes["raises"][0].said.startswith("'x' must give 0.0 and gave exception: KeyError at ")
     said = ["'x' must give 0.0 and gave None", "'y' must give None and gave 0.0"]

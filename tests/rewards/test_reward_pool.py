@@ -7,6 +7,7 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +23,7 @@ from rewards import RewardPool, RewardsConfig
 PACKAGE = Path(rewards.__file__).parent
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(PACKAGE.parent)}
 SOURCE = """
-import ctypes, os, subprocess, sys, time
+import ctypes, os, subprocess, sys, tempfile, time
 from fractions import Fraction
 from rewards import register
 
@@ -37,6 +38,8 @@ def from_row(completion, row):
 @register("lazy", imports=("colorsys",))
 def lazy(completion, row):
     return "colorsys" in sys.modules
+
+kept = []
 
 @register("naughty")
 def naughty(completion, row):
@@ -59,6 +62,14 @@ def naughty(completion, row):
     if completion == "print": print("hello from print"); os.write(1, b"hello from write" + bytes([10]))
     if completion == "child": subprocess.run(["echo", "hello from child"])
     if completion == "chatty": print("x" * 1_000_000)
+    if completion == "memory": return float(len(bytearray(1 << 30)))
+    if completion == "little by little":
+        while True: kept.append(bytearray(1 << 20))
+    if completion == "child's memory":
+        return subprocess.run([sys.executable, "-c", "bytearray(1 << 30)"]).returncode
+    if completion == "temporary":
+        open(tempfile.mkstemp()[1], "w").close()
+        os._exit(3)
     if completion == "stdin": return float(len(sys.stdin.read()))
     if completion == "pid": return os.getpid()
     if completion.startswith("nap"): time.sleep(0.3)
@@ -268,6 +279,25 @@ def test_the_time_limit_is_for_one_grade_not_for_a_chunk(config):
         scores = score(pool, ["nap"] * 5)
     assert scores.failures == []
     assert scores.seconds > 5 * 0.3
+
+
+def test_memory_is_limited_and_what_was_kept_is_given_back(patient):
+    patient.memory_megabytes, patient.processes = 256, 1
+    with RewardPool(patient) as pool:
+        scores = score(pool, ["fine", "memory", "fine", "little by little", "fine", "child's memory", "fine"])
+        assert score(pool, ["pid"]).total != score(pool, ["memory", "pid"]).total[1:]
+    assert scores.total == [1.0, 0.0, 1.0, 0.0, 1.0, 1.0, 1.0]
+    assert [(f.kind, f.completion) for f in scores.failures] == [("memory", "memory"), ("memory", "little by little")]
+    said = r"MemoryError at .*naughty.py:\d+: needs more than rewards.memory_megabytes"
+    assert all(re.search(said, failure.message) for failure in scores.failures), scores.failures
+
+
+def test_no_temporary_file_outlives_its_worker(patient, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with RewardPool(patient) as pool:
+        assert [f.kind for f in score(pool, ["temporary", "fine"]).failures] == ["crash"]
+        assert len(list(tmp_path.glob("reward-*"))) in (1, 2)
+    assert list(tmp_path.glob("reward-*")) == []
 
 
 def test_numbers_that_are_not_floats(config):
