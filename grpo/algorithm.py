@@ -230,6 +230,9 @@ class AlgorithmConfig:
             below = {"combine": self.combine == "normalised", "overlong_share": self.overlong_share}
             for name in [name for name, there in (below | {"kl_in": self.kl_in_reward}).items() if there]:
                 refuse("scale", name, "it makes rewards negative, whose mean cannot divide; use another scale.")
+        for name in ("mask_no_signal", "resample_rounds"):
+            if getattr(self, name) and self.combine == "normalised" and self.signal_reward is None:
+                refuse(name, "combine", "equal totals of rewards that differ have a signal; set signal_reward.")
         if self.ratio == "sequence" and self.clip == "dppo":
             refuse("ratio", "clip", "the change of a probability is a token's own; use ratio=token.")
         if self.ratio_to == "rollout" and (self.correction != "none" or self.rejects):

@@ -44,6 +44,8 @@ CONTRADICTIONS = [
     ("scale", "overlong_share", {"preset": "maxrl", "overlong_share": 0.2}),
     ("scale", "kl_in", {"preset": "maxrl", "kl_coefficient": 0.1, "kl_in": "reward"}),
     ("combine", "samples_per_prompt", ALONE | {"preset": "gdpo"}),
+    ("mask_no_signal", "combine", {"preset": "gdpo", "mask_no_signal": True}),
+    ("resample_rounds", "combine", {"preset": "dapo", "combine": "normalised"}),
     ("ratio", "clip", {"ratio": "sequence", "clip": "dppo"}),
     ("ratio", "clip", {"preset": "dppo", "ratio": "sequence"}),
     ("ratio_to", "correction", {"ratio_to": "rollout", "correction": "truncate"}),
