@@ -88,7 +88,8 @@ class Notice:
             number = signal.Signals(received[0])
             if not self.stepping:
                 self._end(number, f"{number.name} before the first step")
-            if interrupted:  # torchrun makes SIGTERM of a second Ctrl-C
+            # torchrun makes SIGTERM of a second Ctrl-C, and of two signals at once either may come first.
+            if self.asked and (interrupted or number == signal.SIGINT):
                 self._end(signal.SIGINT, "A second Ctrl-C")
             interrupted = number == signal.SIGINT
             if not self.asked:
