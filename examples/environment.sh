@@ -45,7 +45,7 @@ set_up() {
 
 # How to get into the environment, where it is one of ours and not active.
 tell_environment() {
-    [ -z "$made" ] || echo "To go on from here: source $made/bin/activate; python -m trainer --help"
+    [ -z "$made" ] || echo "To go on from here: source $(printf %q "$made/bin/activate"); python -m trainer --help"
 }
 
 # What SEED and NPROC say, as $seed and $processes, and whether the arguments go on with an earlier run, as $overwrite.

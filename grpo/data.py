@@ -143,7 +143,7 @@ def tokenize_prompts(rows: datasets.Dataset, tokenizer: Tokenizer, config: DataC
     """
     choose(config.too_long, ("error", "drop"), "data.too_long")
     texts = _render(rows, tokenizer, config)
-    tokens = _tokenize(texts, tokenizer, add_special_tokens=not config.chat)
+    tokens = tokenize(texts, tokenizer, add_special_tokens=not config.chat)
     if [] in tokens:
         row = tokens.index([])
         raise ConfigError(f"{key}: the prompt of row {row} is empty; remove the row or fill its prompt.")
@@ -176,7 +176,7 @@ def tokenize_responses(prompts: Sequence[Prompt], tokenizer: Tokenizer, config: 
         if not isinstance(text, str):
             said = f"row {prompt.index} holds {text!r:.60} in {column}; name a column of text"
             raise ConfigError(f"data.response_column: {said}.")
-    return [[*ids, tokenizer.eos_token_id] for ids in _tokenize(texts, tokenizer, add_special_tokens=False)]
+    return [[*ids, tokenizer.eos_token_id] for ids in tokenize(texts, tokenizer, add_special_tokens=False)]
 
 
 class PromptStream:
@@ -232,9 +232,16 @@ class PromptStream:
         return order
 
 
-def _tokenize(texts: list[str], tokenizer: Tokenizer, add_special_tokens: bool) -> list[list[int]]:
+def tokenize(texts: list[str], tokenizer: Tokenizer, add_special_tokens: bool) -> list[list[int]]:
+    """The ids of each text; raises ConfigError for one that the tokenizer has no tokens for."""
     batches = (texts[start : start + 1000] for start in range(0, len(texts), 1000))
-    return [ids for batch in batches for ids in tokenizer(batch, add_special_tokens=add_special_tokens)["input_ids"]]
+    try:
+        return [ids for some in batches for ids in tokenizer(some, add_special_tokens=add_special_tokens)["input_ids"]]
+    except Exception as error:
+        raise ConfigError(
+            f"The model's tokenizer cannot read a prompt, such as one like {texts[0]!r:.100} ({error}): use only what "
+            "is in its vocabulary, or another model."
+        ) from error
 
 
 def _render(rows: datasets.Dataset, tokenizer: Tokenizer, config: DataConfig) -> list[str]:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 
 from grpo.config import ConfigError
+from grpo.data import tokenize
 from trainer.checkpoint import model_at
 from trainer.pulse import Pulse
 from workers.config import ModelConfig
@@ -50,7 +51,7 @@ def generate(given: argparse.Namespace, device: torch.device, pulse: Pulse) -> N
         text = "".join(message["content"] for message in messages)
         if tokenizer.chat_template:
             text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        tokens = tokenizer(text, add_special_tokens=not tokenizer.chat_template).input_ids
+        tokens = tokenize([text], tokenizer, add_special_tokens=not tokenizer.chat_template)[0]
         if not 0 < len(tokens) < positions:
             raise ConfigError(f"The prompt has {len(tokens)} tokens, and the model reads 1 to {positions - 1}.")
         most = min(given.max_tokens, positions - len(tokens))

@@ -102,6 +102,7 @@ def test_a_chat_remembers_what_was_said(ask, chatty):
         ([PROMPT, "--temperature", -1], "", ["--temperature"]),
         (["1 " * 600], "", ["600 tokens", "1 to 511"]),
         ([PROMPT, "--step", 2], "", ["--step=2", "for a run"]),
+        (["What is 6 times 7?"], "", ["tokenizer cannot read", "What is 6", "vocabulary"]),
     ],
 )
 def test_what_cannot_be_answered(given, typed, words, run_main, countdown, monkeypatch, capsys):
