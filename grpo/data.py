@@ -238,9 +238,10 @@ def tokenize(texts: list[str], tokenizer: Tokenizer, add_special_tokens: bool) -
     try:
         return [ids for some in batches for ids in tokenizer(some, add_special_tokens=add_special_tokens)["input_ids"]]
     except Exception as error:
+        why = str(error).rpartition("error: ")[2]
         raise ConfigError(
-            f"The model's tokenizer cannot read a prompt, such as one like {texts[0]!r:.100} ({str(error).rpartition('error: ')[2]}): "
-            "use only what is in its vocabulary, or another model."
+            f"The model's tokenizer cannot read a prompt, such as one like {texts[0]!r:.100} ({why}): use only what is "
+            "in its vocabulary, or another model."
         ) from error
 
 
