@@ -1,10 +1,23 @@
 """Deselects what this machine cannot run, and says so in pytest's closing line: `gpu` without a CUDA device, `sglang`
 where SGLang is not installed (bash tests/run.sh -m sglang installs it for a CPU)."""
 
+import tempfile
+from collections.abc import Iterator
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
+
+from rewards.registry import REGISTRY
+
+
+@pytest.fixture(autouse=True)
+def own_rewards() -> Iterator[None]:
+    """What a test's own files register is gone after it: another test's may have rewards of the same names."""
+    yield
+    for name in [name for name, reward in REGISTRY.items() if Path(tempfile.gettempdir()) in reward.file.parents]:
+        del REGISTRY[name]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
