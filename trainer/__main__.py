@@ -119,6 +119,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         given.prompt = rest[0]
     elif rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if "overrides" in given and "=" in (given.config or ""):  # a setting in the place of the file
+        given.config, given.overrides = None, [given.config, *given.overrides]
     return given
 
 
@@ -129,8 +131,6 @@ def step_or_best(text: str) -> int | str:
 
 def train(command: str, config_path: str | None, overrides: list[str]) -> None:
     """Run `train`, `sft`, `data` or `prove`, all but `data` on the processes that torchrun started, if it did."""
-    if config_path is not None and "=" in config_path:
-        config_path, overrides = None, [config_path, *overrides]
     if command == "data":
         return show_data(config_path, overrides)
     config = load(COMMANDS[command][0], config_path, overrides)
@@ -210,8 +210,6 @@ def export_run(given: argparse.Namespace) -> None:
 def evaluate(given: argparse.Namespace) -> None:
     """Evaluate a model or a run's checkpoint on held-out prompts."""
     config_path, overrides = given.config, given.overrides
-    if config_path is not None and "=" in config_path:
-        config_path, overrides = None, [config_path, *overrides]
     if config_path is None and (Path(given.model) / "config.yaml").is_file():
         config_path = Path(given.model) / "config.yaml"
         if "\nrewards:" not in config_path.read_text():

@@ -95,8 +95,9 @@ class Checkpoints:
         self.score = metrics.get("eval/accuracy", -metrics["eval/loss"] if "eval/loss" in metrics else None)
         best = False
         if self.config.checkpoint.keep_best:
-            record = max(scores(self.run_folder).values(), default=-math.inf) if is_controller() else math.inf
-            best = any_rank(self.score is not None and self.score > record)
+            # The files of earlier ones are read where there is something to compare alone.
+            rated = is_controller() and self.score is not None
+            best = any_rank(rated and self.score > max(scores(self.run_folder).values(), default=-math.inf))
         return self.ending or best or self.config.is_due(step, self.config.checkpoint.every)
 
     def save(self, step: int, actor: ActorWorker, data: dict[str, Any] | None) -> None:

@@ -116,16 +116,6 @@ def even(completion, row):
 
 
 @pytest.fixture
-def registered():
-    """The registry, put back afterwards as it was."""
-    rewards.names()
-    before = dict(registry.REGISTRY)
-    yield registry.REGISTRY
-    registry.REGISTRY.clear()
-    registry.REGISTRY.update(before)
-
-
-@pytest.fixture
 def config(tmp_path):
     """config(*names, ...): settings of these rewards of the file above, with one worker and a long limit."""
     (tmp_path / "forms.py").write_text(SOURCE)

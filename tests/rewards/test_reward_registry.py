@@ -15,16 +15,6 @@ from rewards import RewardsConfig, registry
 PACKAGE = Path(rewards.__file__).parent
 
 
-@pytest.fixture
-def registered():
-    """The registry, put back afterwards as it was."""
-    rewards.names()
-    before = dict(registry.REGISTRY)
-    yield registry.REGISTRY
-    registry.REGISTRY.clear()
-    registry.REGISTRY.update(before)
-
-
 def run(code: str, *paths: Path) -> subprocess.CompletedProcess:
     env = dict(os.environ, PYTHONPATH=os.pathsep.join(map(str, paths)))
     return subprocess.run([sys.executable, "-P", "-c", code], env=env, capture_output=True, text=True, timeout=60)
