@@ -57,8 +57,9 @@ class Notice:
         self._descriptor = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         self._thread = threading.Thread(target=self._listen, name="signals", daemon=True)
         self._thread.start()
-        if "TORCHELASTIC_RUN_ID" in os.environ:  # as if by Ctrl-C, where torchrun dies without having ended its ranks
-            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGINT)
+        if "TORCHELASTIC_RUN_ID" in os.environ:  # where torchrun dies without having ended its ranks
+            # SIGTERM, as it comes once for each thread that torchrun had, and a second SIGINT would end them at once.
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
