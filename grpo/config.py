@@ -8,6 +8,7 @@ the nearest known one. `describe` lists the tree for `--help` and docs/config.md
 import dataclasses
 import difflib
 import operator
+import re
 import typing
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -17,6 +18,9 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 T = TypeVar("T")
+
+SECRET = re.compile(r"(?i)(api|access|secret|private|auth|hf)[_-]?(key|token)$|^token$|secret$|passw|authorization")
+"""Names of what is nobody else's; `key_variable` and `eos_token` are none of them."""
 
 RENAMED = {
     "algorithm.prompts_per_step": "batch.prompts_per_step",
@@ -42,6 +46,11 @@ class ConfigError(ValueError):
     """What the user gave cannot work. The message, one sentence for the command line, names it and the way out."""
 
 
+def unusable(error: OSError) -> ConfigError:
+    """What to say of a file or folder that cannot be used."""
+    return ConfigError(f"Cannot use {error.filename} ({error.strerror}): correct the path, or what stands there.")
+
+
 def option(default: Any, doc: str, stands_for: Callable[[Any], dict[str, Any]] | None = None, **limits: Any) -> Any:
     """A dataclass field with its doc; a default that is a list, a dict or a dataclass type is made anew each time.
 
@@ -64,7 +73,7 @@ def choose(value: str, allowed: Collection[str], key: str) -> str:
 
 def check_values(config: Any, prefix: str = "") -> None:
     """Raise ConfigError for the first setting below `config` that is outside its limits; None is within all."""
-    tests = {"above": operator.gt, "at_least": operator.ge, "at_most": operator.le}
+    tests = {"above": operator.gt, "below": operator.lt, "at_least": operator.ge, "at_most": operator.le}
     for field in dataclasses.fields(config):
         value, key = getattr(config, field.name), f"{prefix}{field.name}"
         if dataclasses.is_dataclass(value):
@@ -103,14 +112,14 @@ def load(schema: type[T], path: str | Path | None = None, overrides: list[str] |
         if not Path(path).is_file():
             way_out = "pass the path of a YAML file, such as examples/countdown_cpu.yaml"
             raise ConfigError(f"There is no config file {path}: {way_out}.")
-        given.append((str(path), _parse(path, OmegaConf.load, path)))
+        given.append((str(path), parse(path, OmegaConf.load, path)))
     for override in overrides:
         key, separator, _ = override.partition("=")
         if not separator or not key:
             raise ConfigError(f"{override!r} is not an override: write it as key=value, such as seed=1.")
         if override.count("{") > override.count("}"):
             raise ConfigError(f"{override!r} ends inside braces: quote the whole, so that the shell does not split it.")
-        given.append((override, _parse(f"The value in {override!r}", OmegaConf.from_dotlist, [override])))
+        given.append((override, parse(f"The value in {override!r}", OmegaConf.from_dotlist, [override])))
     settings = {key: field for key, field, _ in _settings(schema)}
     mappings = {key: hint for key, _, hint in _settings(schema) if typing.get_origin(hint) is dict}
     # What may be a mapping, or something else.
@@ -135,15 +144,23 @@ def load(schema: type[T], path: str | Path | None = None, overrides: list[str] |
             try:
                 if source in overrides:
                     layer = _make_room(tree, source.partition("=")[0], layer, mappings | open_ended)
-                tree = OmegaConf.merge(tree, layer)
+                tree = OmegaConf.unsafe_merge(tree, layer)  # without a copy of the whole each time
             except OmegaConfBaseException as error:
-                raise ConfigError(f"{source}: {str(error).splitlines()[0]} (setting {error.full_key}).") from error
+                raise _misfit(schema, source, error, error.full_key) from error
             except TypeError as error:  # OmegaConf's own for a list where a mapping stands, and the other way round
-                kind = "a list or mapping is not of the kind of the setting"
-                raise ConfigError(f"{source}: {error} ({kind}).") from error
+                raise _misfit(schema, source, error, source.partition("=")[0]) from error
         return OmegaConf.to_object(tree)
     except OmegaConfBaseException as error:
-        raise ConfigError(f"Setting {error.full_key}: {str(error).splitlines()[0]}") from error
+        raise _misfit(schema, f"Setting {error.full_key}", error, error.full_key) from error
+
+
+def _misfit(schema: type, source: str, error: Exception, place: str) -> ConfigError:
+    """What to say where OmegaConf refuses a value of `source` for the setting, or the entry of one, at `place`."""
+    said = f"{source}: {str(error).splitlines()[0].rstrip('.')}"
+    for key, kind, *_ in describe(schema):
+        if re.match(rf"{key}\b", place):
+            return ConfigError(f"{said}; {key} takes {kind}{', such as [a, b]' * kind.startswith('list')}.")
+    return ConfigError(f"{said}; --help tells what each setting takes.")
 
 
 def _lacks_space(value: Any) -> bool:
@@ -180,16 +197,32 @@ def _make_room(tree: DictConfig, key: str, layer: DictConfig, mappings: Mapping[
     return layer
 
 
-def _parse(what: str | Path, parse: Callable, text: Any) -> Any:
+def parse(what: str | Path, reader: Callable, text: Any) -> Any:
+    """What `reader` makes of `text`; raises ConfigError naming `what` for what is no YAML."""
     try:
-        return parse(text)
+        return reader(text)
     except Exception as error:
         raise ConfigError(f"{what} is not valid YAML: {' '.join(str(error).split())}.") from error
 
 
 def to_yaml(config: Any) -> str:
-    """The whole resolved config as YAML, ready to be loaded again."""
-    return OmegaConf.to_yaml(OmegaConf.structured(config))
+    """The whole resolved config as YAML, ready to be loaded again but for its secrets."""
+    return OmegaConf.to_yaml(OmegaConf.create(without_secrets(config)))
+
+
+def without_secrets(config: Any) -> dict[str, Any]:
+    """The whole config as a mapping, with *** for texts under names such as api_key, and for passwords in URLs."""
+
+    def hide(value: Any, name: str = "") -> Any:
+        if isinstance(value, Mapping):
+            return {key: hide(held, str(key)) for key, held in value.items()}
+        if isinstance(value, list | tuple):
+            return [hide(held, name) for held in value]
+        if not isinstance(value, str):
+            return value
+        return "***" if SECRET.search(name) else re.sub(r"(://)[^/\s]+@", r"\1***@", value)
+
+    return hide(dataclasses.asdict(config))
 
 
 def _refuse_unknown_keys(values: Mapping, schema: type, known: Iterable[str], source: str, prefix: str = "") -> None:
@@ -202,6 +235,8 @@ def _refuse_unknown_keys(values: Mapping, schema: type, known: Iterable[str], so
             if key in REMOVED:
                 raise ConfigError(f"Setting {key} in {source} is gone, leave it out: {REMOVED[key]}.")
             hint = f"did you mean {near}?" if (near := _nearest(key, value, known)) else "--help lists all settings."
+            if key in known:  # with dots, which a file does not know
+                hint = f"in a file write {': {'.join(key.split('.'))}: ...{'}' * key.count('.')}."
             raise ConfigError(f"Unknown setting {key!r} in {source}: {hint}")
         if dataclasses.is_dataclass(hints[name]):
             if not isinstance(value, Mapping):

@@ -54,13 +54,15 @@ class DataConfig:
     chat: bool = option(False, "Put the prompt into the tokenizer's chat template, ready for the reply.")
     system: str | None = option(None, "The system message; needs chat.")
     opening: str = option("", "Text after the prompt that the response continues, such as <think>.")
-    max_prompt_tokens: int = option(1024, "The longest prompt, in tokens, opening included.")
+    max_prompt_tokens: int = option(1024, "The longest prompt, in tokens, opening included.", at_least=1)
     too_long: str = option("error", "What to do with a longer prompt: error or drop.")
     shuffle: bool = option(True, "Draw a new order each epoch; otherwise keep the order of the rows.")
     eval_limit: int | None = option(None, "Use only so many of the first held-out rows (null: all, of a task 256).")
 
     def held_out_sets(self) -> dict[str, "DataConfig"]:
         """The settings of each held-out set by its name, "" where there is but one; raises ConfigError."""
+        if not isinstance(self.eval, str | Mapping | None):
+            raise ConfigError(f"data.eval={self.eval} is no source: give one, or several by name, as in {{a: FILE}}.")
         if not isinstance(self.eval, Mapping):
             return {} if self.eval is None else {"": self}
         sets = {}
@@ -69,10 +71,13 @@ class DataConfig:
             source, key = given.pop("source", None), f"data.eval.{name}"
             if not isinstance(source, str):
                 raise ConfigError(f"{key} names no source: write {name}: FILE or {name}: {{source: FILE, limit: 100}}.")
-            for setting in given:
+            for setting, value in given.items():
                 if setting not in SET_SETTINGS:
                     near = nearest(setting, SET_SETTINGS, 0.0)
                     raise ConfigError(f"{key}.{setting} is no setting of a held-out set: did you mean {near}?")
+                kind = {"limit": int, "options": dict, "columns": dict}.get(setting, str)
+                if not isinstance(value, kind | None):
+                    raise ConfigError(f"{key}.{setting}={value!r} does not fit: it takes {kind.__name__}.")
             if "options" in given and not takes_options(source):
                 raise ConfigError(f"{key}.options: only a reasoning_gym task or a module:function takes options.")
             sets[str(name)] = replace(self, eval=source, **{SET_SETTINGS[setting]: given[setting] for setting in given})

@@ -36,12 +36,19 @@ def load_rows(
     if path.is_file():
         rows = _read_file(path, key)
     elif (path / "dataset_dict.json").is_file() or (path / "dataset_info.json").is_file():
-        rows = datasets.load_from_disk(str(path))
+        try:
+            rows = datasets.load_from_disk(str(path))
+        except (ValueError, OSError) as error:
+            wrong = f"is no whole folder of save_to_disk ({reason(error)})"
+            raise ConfigError(f"{key}: {source} {wrong}; write or copy it again.") from error
         if isinstance(rows, datasets.DatasetDict):
             if split not in rows:
                 wrong = f"{beside(key, 'split')}={split}: {source} has no such split"
                 raise ConfigError(f"{wrong}; use one of {', '.join(rows)}.")
             rows = rows[split]
+    elif "://" in source:
+        way_out = "download the file and give its path, or a dataset's name on the Hugging Face hub"
+        raise ConfigError(f"{key}: {source} is an address, which is not read; {way_out}.")
     elif ":" in source:
         rows = _run_function(source, split, key, options or {})
     elif path.is_dir() or not looks_like_path:
@@ -59,12 +66,17 @@ def _read_file(path: Path, key: str) -> datasets.Dataset:
     if not path.stat().st_size:
         raise ConfigError(f"{key}: {path} holds no rows; give a source with at least one.")
     try:
-        return datasets.load_dataset(READERS[path.suffix], data_files=str(path))["train"]
-    except (datasets.exceptions.DatasetsError, ValueError, OSError) as error:
+        rows = datasets.load_dataset(READERS[path.suffix], data_files=str(path))["train"]
+        rows.data.validate(full=True)  # bytes that are no text would be found as late as their row is read
+        return rows
+    except (datasets.exceptions.DatasetsError, StopIteration, ValueError, OSError) as error:
+        if isinstance(error, OSError) and error.filename and path.name not in str(error.filename):
+            way_out = "set HF_HOME to a folder that can be written"
+            raise ConfigError(f"{key}: datasets cannot keep a copy of {path} ({reason(error)}); {way_out}.") from error
         if path.suffix == ".jsonl" and (broken := _broken_line(path)):
             raise ConfigError(f"{key}: {broken}; repair or delete the line.") from error
         unread = f"{path} holds no rows that can be read as {path.suffix[1:]}"
-        raise ConfigError(f"{key}: {unread} ({reason(error)}); repair the file.") from error
+        raise ConfigError(f"{key}: {unread} ({reason(error.__cause__ or error)}); repair the file.") from error
 
 
 def _broken_line(path: Path) -> str | None:
@@ -91,7 +103,7 @@ def _load_dataset(source: str, split: str, subset: str | None, key: str) -> data
         wrong = f"is no file here and the Hugging Face hub cannot be reached ({reason(error)})"
         way_out = "give the path of a local file, or set HF_HUB_OFFLINE=1 if the dataset was downloaded before"
         raise ConfigError(f"{key}: {source} {wrong}; {way_out}.") from error
-    except (datasets.exceptions.DatasetsError, ValueError, OSError) as error:
+    except (datasets.exceptions.DatasetsError, ValueError, OSError, RuntimeError) as error:  # the last for a script
         wrong = f"cannot be loaded with {beside(key, 'split')}={split} and data.subset={subset} ({reason(error)})"
         raise ConfigError(f"{key}: {source} {wrong}; correct these or give the path of a local file.") from error
 
@@ -109,7 +121,7 @@ def _run_function(source: str, split: str, key: str, options: dict[str, Any]) ->
         rows = list(function(*[split] * takes_split, **options))
     except ConfigError:
         raise
-    except Exception as error:  # a generator is anybody's code, and this is its report
+    except (Exception, SystemExit) as error:  # a generator is anybody's code, and this is its report
         raise ConfigError(f"{key}: {source} raised {_blame(error, file)}; correct it.") from error
     for index, row in enumerate(rows):
         if not isinstance(row, dict):
@@ -141,7 +153,7 @@ def _find_function(source: str, key: str) -> tuple[Callable[..., Iterable[dict]]
             raise ConfigError(f"{key}: {module} imports {error.name}, which is not there: install it.") from error
         way_out = "install it or give file.py:function"
         raise ConfigError(f"{key}: there is no module {module} (missing: {error.name}); {way_out}.") from error
-    except Exception as error:  # a module is anybody's code, and this is its report
+    except (Exception, SystemExit) as error:  # a module is anybody's code, and this is its report
         raise ConfigError(f"{key}: {module} cannot be imported: {_blame(error, str(path))}; correct it.") from error
     function = getattr(loaded, name, None)
     if not callable(function):
@@ -150,7 +162,7 @@ def _find_function(source: str, key: str) -> tuple[Callable[..., Iterable[dict]]
     return function, loaded.__file__
 
 
-def _blame(error: Exception, file: str) -> str:
+def _blame(error: BaseException, file: str) -> str:
     """What was raised and where: the last line of `file` that it went through, the last of all if there is none."""
     frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
     where = next((frame for frame in reversed(frames) if frame[0] == file), frames[-1])
@@ -162,7 +174,7 @@ def _blame(error: Exception, file: str) -> str:
 def _nearest_file(path: Path) -> str:
     if not path.parent.is_dir():
         return f" (nor a folder {path.parent})"
-    return did_you_mean(path.name, [entry.name for entry in path.parent.iterdir()])
+    return did_you_mean(path.name, [entry.name for entry in path.parent.iterdir() if entry.exists()])
 
 
 def beside(key: str, name: str) -> str:
@@ -176,7 +188,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f" (did you mean {near}?)" if near else ""
 
 
-def reason(error: Exception) -> str:
+def reason(error: BaseException) -> str:
     """The first line of the error's message, to stand inside a sentence; its type where it has no message."""
     lines = str(error).strip().splitlines()
     return lines[0].rstrip(".") if lines else type(error).__name__

@@ -227,9 +227,9 @@ def load_file(path: str | Path) -> None:
         spec.loader.exec_module(module)
     except ValueError:
         raise
-    except Exception as error:
-        why = f"{type(error).__name__}: {error}"
-        raise ValueError(f"rewards.files (or --file) lists {path}, which fails to import with {why}") from error
+    except (Exception, SystemExit) as error:
+        why = f"fails to import with {type(error).__name__}: {error}"
+        raise ValueError(f"rewards.files (or --file) lists {path}, which {why}; correct the file.") from error
     if not any(reward.file == path for reward in REGISTRY.values()):
         raise ValueError(f'{path} is listed in rewards.files but registers no reward: put @register("name") on one.')
 
@@ -272,6 +272,8 @@ def validate(config: RewardsConfig) -> None:
     for key in ("processes", "timeout_seconds", "memory_megabytes"):
         if not 0 < (value := getattr(config, key)) < math.inf:
             raise ValueError(f"rewards.{key} is {value}: it must be a positive number.")
+    if config.memory_megabytes < 32:
+        raise ValueError(f"rewards.memory_megabytes is {config.memory_megabytes}: Python alone needs 32 or more.")
     for file in config.files:
         load_file(file)
     for name, weight in config.weights.items():

@@ -12,7 +12,9 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+import environments
 import rewards
+from environments import EnvironmentsConfig
 from grpo.algorithm import AlgorithmConfig, BatchConfig
 from grpo.config import ConfigError, check_values, option
 from grpo.data_config import DataConfig
@@ -102,7 +104,7 @@ class EvaluationConfig:
         if self.accuracy is not None and self.accuracy not in rewards:
             names = ", ".join(rewards)
             raise ConfigError(
-                f"evaluation.accuracy={self.accuracy} is not one of the rewards of rewards.weights: {names}."
+                f"evaluation.accuracy={self.accuracy} is none of the rewards of rewards.weights: use one of {names}."
             )
         if self.temperature == 0 and self.samples_per_prompt > 1:
             same = (
@@ -123,11 +125,13 @@ class RunConfig:
     """What reinforcement and supervised training have in common."""
 
     steps: int | None = option(None, "Steps of the run; 100 where epochs is not set either.", at_least=1)
-    epochs: float | None = option(None, "How often the run goes over its prompts, instead of steps.", above=0)
-    seed: int = option(0, "Decides the order of the data and what is sampled.")
+    epochs: float | None = option(
+        None, "How often the run goes over its prompts, instead of steps.", above=0, below=math.inf
+    )
+    seed: int = option(0, "Decides the order of the data and what is sampled.", at_least=0, below=2**32)
     device: str = option("auto", "auto (CUDA where there is one), cpu or cuda.")
     timeout_seconds: float = option(
-        600.0, "Longest wait of one process for another before the run ends with an error.", above=0
+        600.0, "Longest wait of one process for another before the run ends with an error.", above=0, at_most=1e9
     )
     model: ModelConfig = option(ModelConfig, "")
     data: DataConfig = option(DataConfig, "")
@@ -221,6 +225,10 @@ class TrainConfig(RunConfig):
     algorithm: AlgorithmConfig = option(AlgorithmConfig, "")
     rollout: RolloutConfig = option(RolloutConfig, "")
     rewards: RewardsConfig = option(RewardsConfig, "")
+    environment: str | None = option(
+        None, "The environment that the policy converses with (docs/environments.md); null: each prompt has one answer."
+    )
+    environments: EnvironmentsConfig = option(EnvironmentsConfig, "")
     evaluation: EvaluationConfig = option(EvaluationConfig, "")
 
     def __post_init__(self) -> None:
@@ -280,8 +288,19 @@ class TrainConfig(RunConfig):
         self.rollout.check(world, int(os.environ.get("LOCAL_WORLD_SIZE", world)))
         try:
             rewards.validate(self.rewards)
+            environments.validate(self.environments, self.environment)
         except ValueError as error:
             raise ConfigError(str(error)) from error
+        if not self.converses and "environment" in self.rewards.weights:
+            way_out = "set environment to a name, or leave it out"
+            raise ConfigError(f"rewards.weights has 'environment', and there is no environment: {way_out}.")
+        most, turn = self.rollout.max_response_tokens, self.environments.max_turn_tokens
+        if turn is not None and turn > most:
+            way_out = "lower it, or leave it out"
+            raise ConfigError(
+                f"environments.max_turn_tokens={turn} is more than a whole conversation may have, "
+                f"rollout.max_response_tokens={most}: {way_out}."
+            )
         self.evaluation.check(self.rewards.weights)
 
     def check_longest(self) -> None:
@@ -304,6 +323,11 @@ class TrainConfig(RunConfig):
         """Whether old log-probabilities need a pass of their own: a single update a step computes them itself."""
         compares = self.batch.updates_per_step > 1 and self.algorithm.ratio_to == "old"
         return compares or self.algorithm.needs_policy_logprobs
+
+    @property
+    def converses(self) -> bool:
+        """Whether samples are conversations with an environment."""
+        return self.environment is not None or self.environments.column is not None
 
     @property
     def teacher(self) -> ModelConfig | None:

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from grpo.data import load_held_out, load_prompts, overlap, tokenize_responses
 from trainer.config import SftConfig, TrainConfig
-from trainer.controller import describe_overlap
+from trainer.controller import cast_of, describe_overlap
 from workers.models.hub import read_tokenizer
 
 ROWS = 5
@@ -22,8 +22,10 @@ def report_data(config: TrainConfig | SftConfig) -> None:
     tokenizer, console, sft = read_tokenizer(config.model), Console(soft_wrap=True), isinstance(config, SftConfig)
     limit, too_long = config.data.max_prompt_tokens, config.data.too_long
     whole = replace(config.data, max_prompt_tokens=sys.maxsize)
-    prompts = load_prompts(whole, tokenizer, "train", demonstrations=sft)
-    sets = {f"data.eval.{name}".rstrip("."): found for name, found in load_held_out(whole, tokenizer).items()}
+    cast = None if sft else cast_of(config, tokenizer)
+    tools = cast and cast.tools_of
+    prompts = load_prompts(whole, tokenizer, "train", demonstrations=sft, tools=tools)
+    sets = {f"data.eval.{name}".rstrip("."): found for name, found in load_held_out(whole, tokenizer, tools).items()}
     for prompt in list(prompts)[:ROWS]:
         console.rule(f"row {prompt.index}, {len(prompt.tokens)} tokens", align="left")
         console.print(escape(tokenizer.decode(prompt.tokens)))

@@ -8,7 +8,8 @@ from collections.abc import Callable
 import torch
 
 from grpo.config import ConfigError
-from grpo.data import tokenize
+from grpo.data import render, tokenize
+from grpo.data_config import DataConfig
 from trainer.checkpoint import model_at
 from trainer.pulse import Pulse
 from workers.config import ModelConfig
@@ -48,9 +49,7 @@ def generate(given: argparse.Namespace, device: torch.device, pulse: Pulse) -> N
     messages = [{"role": "system", "content": given.system}] if given.system else []
     while said := prompt or _ask():
         messages.append({"role": "user", "content": said})
-        text = "".join(message["content"] for message in messages)
-        if tokenizer.chat_template:
-            text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        text = render(messages, tokenizer, DataConfig(chat=bool(tokenizer.chat_template)))
         tokens = tokenize([text], tokenizer, add_special_tokens=not tokenizer.chat_template)[0]
         if not 0 < len(tokens) < positions:
             raise ConfigError(f"The prompt has {len(tokens)} tokens, and the model reads 1 to {positions - 1}.")

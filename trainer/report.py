@@ -76,11 +76,8 @@ def plot(run_folders: Sequence[Path], out: Path) -> None:
         axes.spines[["top", "right"]].set_visible(False)
         if several:
             axes.legend(frameon=False, loc="best")
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(out)
-    except OSError as error:
-        raise ConfigError(f"Cannot write {out} ({error.strerror}): choose another place for it.") from error
+    out.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(out)
 
 
 def _curve(rows: Sequence[dict], key: str, scale: float, folder: Path) -> dict[int, float]:

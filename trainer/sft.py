@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
 
 import torch
 import torch.distributed as dist
@@ -12,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from grpo.advantages import weigh_tokens
 from grpo.algorithm import AlgorithmConfig
 from grpo.batch import concatenate, jagged, make_batch
-from grpo.config import ConfigError, to_yaml
+from grpo.config import ConfigError, to_yaml, without_secrets
 from grpo.data import Prompt, PromptStream, load_prompts, tokenize_responses
 from grpo.data_config import DataConfig
 from trainer.checkpoint import Checkpoints, export
@@ -90,7 +89,7 @@ def run_sft(config: SftConfig, device: torch.device, run: Run, notice: Notice) -
             config.count_steps(len(data.stream.prompts), config.samples_per_step)
             run.check_unfinished(config.steps)
             said = run.begin()
-            place = config.tracking, run.folder, config.steps, asdict(config), run.step
+            place = config.tracking, run.folder, config.steps, without_secrets(config), run.step
             tracker = stack.enter_context(Tracker(*place, SftScreen))
             (run.folder / "config.yaml").write_text(to_yaml(config))
             tracker.say(said)

@@ -1,5 +1,6 @@
 """The settings of the model and of the actor. No torch is imported here: --help and a typing error want no wait."""
 
+import math
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
@@ -30,16 +31,18 @@ class ModelConfig:
 
 @dataclass
 class OptimizerConfig:
-    learning_rate: float = option(1e-6, "Highest learning rate of AdamW.", above=0)
+    learning_rate: float = option(1e-6, "Highest learning rate of AdamW.", above=0, below=math.inf)
     betas: list[float] = option([0.9, 0.95], "AdamW's decay rates of the mean and the squared mean.")
-    weight_decay: float = option(0.0, "AdamW's weight decay of matrices; norms and biases have none.")
-    warmup_updates: int = option(0, "Optimizer updates over which the learning rate rises from 0.")
+    weight_decay: float = option(0.0, "AdamW's weight decay of matrices; norms and biases have none.", at_least=0)
+    warmup_updates: int = option(0, "Optimizer updates over which the learning rate rises from 0.", at_least=0)
     schedule: str = option(
         "constant",
         "Learning rate after the warm-up: constant, linear or cosine.",
         choices=("constant", "linear", "cosine"),
     )
-    final_learning_rate_ratio: float = option(0.0, "The last learning rate of linear and cosine, over the highest.")
+    final_learning_rate_ratio: float = option(
+        0.0, "The last learning rate of linear and cosine, over the highest.", at_least=0, at_most=1
+    )
     max_grad_norm: float = option(1.0, "Longest gradient; a longer one is scaled down to it.", above=0)
     skipped_limit: int = option(
         5,
@@ -59,7 +62,7 @@ class LoraConfig:
     rank: int = option(
         0, "Train adapters of this rank instead of the weights (LoRA, needs peft); 0 trains the weights.", at_least=0
     )
-    alpha: float = option(32.0, "What an adapter adds is scaled by alpha / rank.", above=0)
+    alpha: float = option(32.0, "What an adapter adds is scaled by alpha / rank.", above=0, below=math.inf)
     targets: list[str] = option(
         list(TARGETS), f"The linear layers with an adapter, of {', '.join(TARGETS)}.", choices=TARGETS
     )

@@ -196,7 +196,8 @@ def test_a_teacher_that_does_not_fit_the_run_is_refused(refusal, teacher, monkey
     assert "a sample may have 416 tokens, more than its 256 positions: lower data." in refusal("./short", *long)
     make_model(layers=1, heads=3, kv_heads=3).save_pretrained("odd")
     make_tokenizer().save_pretrained("odd")
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
     said = refusal("./odd", "actor.tensor_parallel=2")
     assert said.startswith("The teacher cannot be used: actor.tensor_parallel=2 does not divide the model's num_att")
 

@@ -14,7 +14,6 @@ import torch
 
 from grpo.batch import make_batch
 from tests.trainer.conftest import rows_of
-from trainer.config import TrainConfig
 from trainer.scores import answer_of, correct, majority_at_k, mean_and_error, pass_at_k, powers, score
 
 FOUR = "evaluation.samples_per_prompt=4"
@@ -189,54 +188,6 @@ def test_settings_and_options_may_stand_in_any_order(run, run_main, tmp_path):
     report = json.loads(out.read_text())
     assert (report["correct"], report["seed"]) == ("reward countdown = 1", 5)
     assert {name for name in report["scores"]["all"] if "@" in name and "error" not in name} == {"pass@3", "majority@3"}
-
-
-@pytest.mark.parametrize(
-    ("place", "given", "words"),
-    [
-        ("run", ["--k", 8], ["--k=8", "4 sample(s)", "evaluation.samples_per_prompt to 8"]),
-        ("run", ["--k", 0], ["--k=0", "from 1 to 4"]),
-        ("run", ["evaluation.temperature=0"], ["evaluation.temperature=0", "all 4 samples", "samples_per_prompt=1"]),
-        ("run", ["evaluation.answer_pattern='('"], ["evaluation.answer_pattern", "regular expression"]),
-        ("run", ["data.eval=null"], ["data.eval is not set", "CONFIG"]),
-        ("run", ["--step", 7], ["no checkpoint of step 7", "2."]),
-        ("run", ["--by", "colour"], ["--by=colour", "prompt, numbers, target"]),
-        ("run", ["--out", "none/eval.json"], ["none/eval.json", "no folder none"]),
-        ("run", ["rollout.max_response_tokens=600"], ["616 tokens", "512 positions"]),
-        ("run", ["rewards.weights.math=1"], ["'math'", "'answer'"]),
-        ("model", ["run/config.yaml", "--step", 1], ["--step=1 is for a run"]),
-        ("model", [], ["data.eval is not set", "CONFIG"]),
-        ("empty", ["run/config.yaml"], ["empty is neither a model nor a run"]),
-        ("run/checkpoints/step-00000002", ["run/config.yaml"], ["is of a run", "export RUN OUT"]),
-        ("sft", [], ["sft", "rewards", "CONFIG of train"]),
-    ],
-    ids=lambda value: "" if isinstance(value, list) else value,
-)
-def test_what_cannot_be_evaluated(place, given, words, evaluated, run_main, capsys):
-    assert run_main("eval", place, *given) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ")
-    assert error.count("\n") == 1
-    assert all(word in error for word in words), error
-
-
-@pytest.fixture
-def evaluated(run, countdown, tmp_path, monkeypatch, capsys) -> None:
-    """A folder to be in, with run, model, empty and sft."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "model").symlink_to(countdown / "model")
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "sft").mkdir()
-    (tmp_path / "sft/config.yaml").write_text("steps: 1\nsamples_per_step: 8\n")
-    capsys.readouterr()
-
-
-@pytest.mark.parametrize("setting", ["evaluation.temperature=0", "evaluation.answer_pattern=["])
-def test_training_refuses_such_evaluations_as_well(setting, run_main, settings, capsys):
-    quoted = setting.replace("[", "'['")
-    assert run_main("train", *settings["train"], FOUR, quoted) == 2
-    assert setting.partition("=")[0] in capsys.readouterr().err
-    assert TrainConfig().evaluation.answer_pattern is None
 
 
 @pytest.mark.sglang

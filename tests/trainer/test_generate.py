@@ -1,7 +1,6 @@
 """python -m trainer generate: one answer of a model or a run, or a chat."""
 
 import io
-import json
 
 import pytest
 import torch
@@ -95,13 +94,8 @@ def test_a_chat_remembers_what_was_said(ask, chatty):
 @pytest.mark.parametrize(
     ("given", "typed", "words"),
     [
-        ([""], "", ["nothing to answer", "PROMPT"]),
         ([], "\n", ["nothing to answer", "PROMPT"]),
-        ([PROMPT, "--system", "x"], "", ["--system", "chat template"]),
-        ([PROMPT, "--max-tokens", 0], "", ["--max-tokens"]),
-        ([PROMPT, "--temperature", -1], "", ["--temperature"]),
         (["1 " * 600], "", ["600 tokens", "1 to 511"]),
-        ([PROMPT, "--step", 2], "", ["--step=2", "for a run"]),
         (["What is 6 times 7?"], "", ["tokenizer cannot read", "What is 6", "vocabulary"]),
     ],
 )
@@ -111,11 +105,3 @@ def test_what_cannot_be_answered(given, typed, words, run_main, countdown, monke
     error = capsys.readouterr().err
     assert error.count("error: ") == 1
     assert all(word in error for word in words), error
-
-
-def test_a_folder_that_is_neither_model_nor_run(run_main, tmp_path, capsys):
-    (tmp_path / "adapter").mkdir()
-    (tmp_path / "adapter/adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "some/base"}))
-    for place, words in ((tmp_path, "neither a model nor a run"), (tmp_path / "adapter", "an adapter of some/base")):
-        assert run_main("generate", place, PROMPT) == 2
-        assert words in capsys.readouterr().err

@@ -109,7 +109,6 @@ def test_plot_refuses_what_it_cannot_draw(tmp_path):
         ([run], "curve.jpgg", r"ends in \.png"),
         ([run, blind], "curve.png", "blind has no eval/accuracy"),
         ([], "curve.png", "no run to plot"),
-        ([run], "run/metrics.jsonl/curve.png", "Cannot write"),
     ):
         with pytest.raises(ConfigError, match=says):
             plot(runs, tmp_path / out)

@@ -176,16 +176,3 @@ def test_the_model_card_says_what_the_run_did(start, run_main, tmp_path, countdo
         assert facts["rewards and weights"] == '{"digits": 1.0, "countdown": 0.5}'
         assert facts["weights"] == "all trained, in float32"
         assert f"grpo-trainer {version('grpo-trainer')}, torch {torch.__version__}" in facts["written by"]
-
-
-def test_what_cannot_be_exported(start, run_main, tmp_path, capsys):
-    run = start("train", "run", "steps=1", "data.eval=null")
-    for given, words in (
-        (["--adapters"], ["step-00000001 has no adapters", "leave out --adapters"]),
-        (["--shard-size", "5 gigs"], ["--shard-size=5 gigs", "5GB"]),
-    ):
-        capsys.readouterr()
-        assert run_main("export", run, tmp_path / "none", *given) == 2
-        error = capsys.readouterr().err
-        assert all(word in error for word in words), error
-    assert not (tmp_path / "none").exists()

@@ -1,6 +1,7 @@
 """The settings of the rollout and its engine."""
 
 import inspect
+import math
 import os
 import sys
 from collections.abc import Mapping
@@ -25,7 +26,7 @@ class RolloutConfig:
         "torch", "Inference engine: torch (embedded, for CPUs and small models) or sglang.", choices=("torch", "sglang")
     )
     tensor_parallel: int = option(1, "Processes of one machine that share an engine (sglang).", above=0)
-    temperature: float = option(1.0, "Divides the logits, in sampling and in training.", above=0)
+    temperature: float = option(1.0, "Divides the logits, in sampling and in training.", above=0, below=math.inf)
     top_p: float = option(
         1.0, "Sample from the fewest tokens that hold this share of the probability; 1 is all.", above=0, at_most=1
     )
@@ -59,7 +60,7 @@ class RolloutConfig:
         "to twice this, as far as rounding explains it.",
         above=0,
     )
-    gap_error: float = option(0.5, "The same, from which on the run ends.")
+    gap_error: float = option(0.5, "The same, from which on the run ends.", above=0)
     stall_seconds: float = option(45.0, "Longest silence of a working engine before the run ends (sglang).", above=0)
     sglang: dict[str, Any] = option({}, "Options of SGLang's own, such as {attention_backend: triton}.")
 

@@ -1,6 +1,7 @@
 """What is read of a model from a Hugging Face folder or the hub: its config, its tokenizer, where its weights lie."""
 
 import json
+import re
 from contextlib import suppress
 from pathlib import Path
 
@@ -35,10 +36,14 @@ def read_config(config: ModelConfig) -> transformers.PretrainedConfig:
         raise ConfigError(f"model.path={config.path} is not a folder: check the path, or use a hub name.")
     expect_hub(config.path)
     try:
-        hf_config = transformers.AutoConfig.from_pretrained(config.path)
-    except (OSError, ValueError) as error:
-        found = f"no config that transformers can read, as a folder or on the hub ({str(error).splitlines()[0]})"
-        raise ConfigError(f"model.path={config.path} has {found}.") from error
+        hf_config = transformers.AutoConfig.from_pretrained(config.path, trust_remote_code=False)
+    except Exception as error:  # its checks raise what they like
+        if "custom code" in str(error):
+            way_out = "use one of the models in README.md"
+            raise ConfigError(f"model.path={config.path} is made of code of its own, not run: {way_out}.") from error
+        why = " ".join(str(error).split()).rstrip(".")
+        found = f"no config that transformers can read, as a folder or on the hub ({why})"
+        raise ConfigError(f"model.path={config.path} has {found}: give a model that save_pretrained wrote.") from error
     family_of(hf_config)
     if method := (getattr(hf_config, "quantization_config", None) or {}).get("quant_method"):
         way_out = "use the folder that it was made from, with weights in bfloat16 or float32"
@@ -72,7 +77,7 @@ def read_tokenizer(config: ModelConfig) -> transformers.PreTrainedTokenizerBase:
         saved_class = get_tokenizer_config(config.path).get("tokenizer_class")
         plain = saved_class in ("PreTrainedTokenizerFast", "TokenizersBackend")
         reader = transformers.PreTrainedTokenizerFast if plain else transformers.AutoTokenizer
-        tokenizer = reader.from_pretrained(config.path)
+        tokenizer = reader.from_pretrained(config.path, trust_remote_code=False)
         # Without a file some classes make a tokenizer of nothing but their special tokens.
         if len(tokenizer) == len(set(tokenizer.all_special_ids)):
             raise ValueError("what is there knows no words")
@@ -101,7 +106,8 @@ def refuse_other_formats(name: str) -> None:
         line = convert.format(f"'{gguf[0].parent}', gguf_file='{gguf[0].name}'")
         raise ConfigError(f"{fault} is a GGUF, which is not read: pip install gguf accelerate, convert it by {line}.")
     if (path / "adapter_config.json").is_file():
-        base = json.loads((path / "adapter_config.json").read_text()).get("base_model_name_or_path")
+        named = re.search(r'"base_model_name_or_path": "(.*)"', (path / "adapter_config.json").read_text())
+        base = named[1] if named else "an unknown model"
         line = "from peft import AutoPeftModelForCausalLM as M; M.from_pretrained('{}').merge_and_unload()"
         line = f"python -c \"{line.format(path)}.save_pretrained('OUT')\", copy the tokenizer there, and use OUT"
         raise ConfigError(f"{fault} holds an adapter of {base}, not a model: merge them by {line}.")
@@ -128,12 +134,17 @@ def check_weights(config: ModelConfig) -> None:
 
     Reads the headers of the files alone, which tell where each weight begins and ends.
     """
-    folder, hf_config, found = Path(local_folder(config.path)), read_config(config), {}
+    hf_config, folder, found = read_config(config), Path(local_folder(config.path)), {}
     again = "copy or download the folder again, as a whole"
-    if (index := folder / "model.safetensors.index.json").is_file():
-        for name in sorted(set(json.loads(index.read_text())["weight_map"].values())):
+    for file in sorted(folder.glob("*.json")):  # a generation_config.json that is none would be passed over
+        try:
+            held = json.loads(file.read_text())
+            names = set(held["weight_map"].values()) if file.name == "model.safetensors.index.json" else ()
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise ConfigError(f"{file} is damaged or cut off ({reason(error)}): {again}.") from error
+        for name in sorted(names):
             if not (folder / name).is_file():
-                raise ConfigError(f"{folder} lacks {name}, which {index.name} lists: {again}.")
+                raise ConfigError(f"{folder} lacks {name}, which {file.name} lists: {again}.")
     for file in sorted(folder.glob("*.safetensors")):
         try:
             with safe_open(file, "pt") as weights:
@@ -141,8 +152,15 @@ def check_weights(config: ModelConfig) -> None:
         except (SafetensorError, OSError) as error:
             raise ConfigError(f"{file} is damaged or cut off ({error}): {again}.") from error
     family = family_of(hf_config)
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(hf_config)
+    try:
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(hf_config)
+    except Exception as error:  # as of any setting that it does not know
+        fault = f"transformers cannot build the model of its config.json ({type(error).__name__}: {reason(error)})"
+        raise ConfigError(f"model.path={config.path}: {fault}; use the config.json that belongs to it.") from error
+    if (tokens := read_tokenizer(config).vocab_size) > hf_config.vocab_size:
+        fault = f"its tokenizer has {tokens} tokens, and vocab_size={hf_config.vocab_size}"
+        raise ConfigError(f"model.path={config.path}: {fault}; use the tokenizer that belongs to it.")
     wanted = {family.file_name(name): tuple(weight.shape) for name, weight in model.named_parameters()}
     missing = len(wanted.keys() - found.keys())
     for name, shape in wanted.items():
