@@ -34,6 +34,8 @@ def check(*, url: str = "", model: str = "", prompt: str = PROMPT, key_variable:
     if not (url and model and "{completion}" in prompt):
         where = "rewards.options.judge needs url, such as http://localhost:8000/v1, and model,"
         raise ValueError(f"{where} and a prompt, if given, has {{completion}} in it.")
+    if "@" in url.partition("://")[2].partition("/")[0]:
+        raise ValueError(f"rewards.options.judge.url holds a password: put it into ${key_variable} as a key instead.")
     try:
         status = httpx.get(f"{url}/models", headers=_headers(key_variable), timeout=5.0).status_code
     except (httpx.HTTPError, httpx.InvalidURL) as error:

@@ -10,6 +10,7 @@ import errno
 import json
 import math
 import os
+import pickle
 import re
 import shutil
 import sys
@@ -29,11 +30,13 @@ import transformers
 from omegaconf import OmegaConf
 from rich.filesize import decimal as in_units
 from safetensors.torch import save_file
+from torch.distributed.checkpoint import metadata as saved_as
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
-from grpo.config import ConfigError
+from grpo.config import ConfigError, parse
 from trainer.card import model_card
 from trainer.config import RunConfig
 from trainer.death import Notice, Stopped
@@ -47,6 +50,14 @@ from workers.parallel.policy import PREFIX
 
 TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)
 """What a checkpoint holds: frozen weights stay in the folder that the run started from."""
+
+_KINDS = (saved_as.Metadata, saved_as.TensorStorageMetadata, saved_as.TensorProperties, saved_as.ChunkStorageMetadata)
+_KINDS += (saved_as.BytesStorageMetadata, saved_as.MetadataIndex, saved_as.StorageMeta, saved_as._MEM_FORMAT_ENCODING)
+_KINDS += (_StorageInfo, torch.serialization._get_layout, torch.Size)
+INDEXED = {(kind.__module__, kind.__qualname__): kind for kind in _KINDS}
+INDEXED |= {("torch", name): kind for name, kind in vars(torch).items() if isinstance(kind, torch.dtype)}
+INDEXED |= {(module, "PosixPath"): Path for module in ("pathlib", "pathlib._local")}  # by the version of Python
+"""What the index of a checkpoint, which is a pickle, may name."""
 
 
 class Checkpoints:
@@ -209,15 +220,59 @@ class Checkpoints:
             )
         trained = (actor.policy, actor.optimizer)
         model, optimizer = get_state_dict(*trained, options=TRAINED)
-        dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=checkpoint)
+        read_state({"model": model, "optimizer": optimizer}, checkpoint)
         set_state_dict(*trained, model_state_dict=model, optim_state_dict=optimizer, options=TRAINED)
         actor.updates, actor.version = progress["updates"], progress["version"]
         saved_states = checkpoint / f"random-{dist.get_rank()}.pt"
         if saved_states.is_file():
-            states = torch.load(saved_states)
+            with _refuse_code(checkpoint):
+                states = torch.load(saved_states, weights_only=True)
             torch.set_rng_state(states["cpu"])
             if "cuda" in states and torch.cuda.is_available():
                 torch.cuda.set_rng_state(states["cuda"])
+
+
+class _Index(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in INDEXED:
+            raise pickle.UnpicklingError(f"its .metadata names {module}.{name}")
+        return INDEXED[module, name]
+
+
+class _Reader(dcp.FileSystemReader):
+    def __init__(self, checkpoint: Path) -> None:
+        super().__init__(checkpoint)
+        with (checkpoint / ".metadata").open("rb") as file:
+            self._index = _Index(file).load()
+
+    def read_metadata(self, *_: Any, **__: Any) -> saved_as.Metadata:
+        return self._index
+
+
+class _Planner(dcp.DefaultLoadPlanner):
+    def load_bytes(self, read_item: Any, value: Any) -> None:
+        torch.load(value, weights_only=True)  # raises for what torch's own method would run
+        value.seek(0)
+        super().load_bytes(read_item, value)
+
+
+def read_state(state: dict[str, Any], checkpoint: Path, no_dist: bool = False) -> None:
+    """Fill `state` from `checkpoint`, as dcp.load does, but for code: ConfigError where the checkpoint holds some."""
+    with _refuse_code(checkpoint):
+        dcp.load(state, storage_reader=_Reader(checkpoint), planner=_Planner(), no_dist=no_dist)
+
+
+@contextlib.contextmanager
+def _refuse_code(checkpoint: Path) -> Iterator[None]:
+    try:
+        yield
+    except (CheckpointException, pickle.UnpicklingError) as error:
+        for failure, _ in getattr(error, "failures", {0: (error, "")}).values():
+            if isinstance(failure, pickle.UnpicklingError):
+                named = re.search(r"(?:GLOBAL|names) ([\w.]+)", str(failure))
+                found = f"holds code, {named[1]}, that reading it would run" if named else "cannot be read safely"
+                raise ConfigError(f"{checkpoint} {found}: no run wrote it so; use another checkpoint.") from error
+        raise
 
 
 def complete_checkpoints(run_folder: Path) -> dict[int, Path]:
@@ -297,7 +352,8 @@ def find_checkpoint(run_folder: Path, step: int | str | None) -> Path:
         print(sentence, file=sys.stderr)
     if checkpoint is None:
         which = {None: "checkpoint", "best": "evaluated checkpoint"}.get(step, f"checkpoint of step {step}")
-        has = f"it has those of steps {', '.join(map(str, there))}" if there else "give the folder of a run with one"
+        whole = [str(number) for number, path in there.items() if damage(path) is None]
+        has = f"it has those of steps {', '.join(whole)}" if whole else "give the folder of a run with one"
         raise ConfigError(f"{run_folder} has no {which}: {has}.")
     return checkpoint
 
@@ -332,7 +388,10 @@ def export(
         raise ConfigError(f"{run_folder} is not the folder of a run: there is no {saved}.")
     if not re.fullmatch(r"[1-9]\d*(KB|MB|GB|TB)", shard_size):
         raise ConfigError(f"--shard-size={shard_size} is no size: write it as 5GB or 500MB.")
-    model = ModelConfig(path=OmegaConf.load(saved).model.path)
+    model = ModelConfig(path=parse(saved, OmegaConf.load, saved).model.path)
+    if out.is_file() or out.resolve() in (run_folder.resolve(), Path(model.path).resolve()):
+        what = "a file" if out.is_file() else "the run, or the model that it started from"
+        raise ConfigError(f"{out} is {what}: choose another folder to write to.")
     checkpoint = find_checkpoint(run_folder, step)
     lora = LoraConfig(**read_progress(checkpoint).get("lora", {}))
     if adapters and not lora.rank:
@@ -354,7 +413,7 @@ def export(
                 weights[name].data.addmm_(B, A, alpha=lora.scale)
     else:
         weights = {f"{PREFIX}{name}": tensor for name, tensor in weights.items()}
-        dcp.load({"model": weights}, checkpoint_id=checkpoint, no_dist=True)
+        read_state({"model": weights}, checkpoint, no_dist=True)
     if not adapters:
         causal_lm.to(getattr(torch, dtype)).save_pretrained(out, max_shard_size=shard_size)
         read_tokenizer(model).save_pretrained(out)
@@ -371,7 +430,7 @@ def _read_adapters(checkpoint: Path, lora: LoraConfig, weights: dict[str, torch.
         if name.split(".")[-2] in lora.targets and name.endswith(".weight"):
             found[adapter_name(name, "A")] = torch.empty(lora.rank, weight.shape[1])
             found[adapter_name(name, "B")] = torch.empty(weight.shape[0], lora.rank)
-    dcp.load({"model": {PREFIX + name: m for name, m in found.items()}}, checkpoint_id=checkpoint, no_dist=True)
+    read_state({"model": {PREFIX + name: m for name, m in found.items()}}, checkpoint, no_dist=True)
     return found
 
 

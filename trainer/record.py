@@ -14,7 +14,7 @@ from grpo.config import ConfigError
 def open_record(folder: Path, start_step: int) -> list[dict]:
     """The metrics up to `start_step`; cuts off later rows, which come again. ConfigError where it cannot be written."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(0o700, parents=True, exist_ok=True)  # samples are the user's alone
         history, _ = [_cut(folder / name, start_step) for name in ("metrics.jsonl", "samples.jsonl")]
     except OSError as error:
         way_out = "choose another tracking.folder"
@@ -119,7 +119,9 @@ class Wandb:
         arguments = {"project": project, "name": folder.name, "dir": str(folder), "config": valid_json(resolved)}
         # No console: wandb would wrap the streams that the live display wraps. The timeouts (seconds) bound what a bad
         # network can cost.
-        arguments["settings"] = wandb.Settings(silent=True, console="off", init_timeout=30, finish_timeout=60)
+        own = {"silent": True, "console": "off", "init_timeout": 30, "finish_timeout": 60}
+        # Nor the command line, which may hold a key, nor what git has of the user's folder.
+        arguments["settings"] = wandb.Settings(**own, x_disable_meta=True, disable_git=True)
         try:
             run = wandb.init(mode=mode, id=id_file.read_text(), resume="allow", **arguments)
         except Exception as error:  # noqa: BLE001 - no login, no network, a bad key: offline works without

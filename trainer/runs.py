@@ -11,7 +11,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from grpo.config import ConfigError, describe, nearest, to_yaml
+from grpo.config import ConfigError, describe, nearest, parse, to_yaml
 from trainer.checkpoint import complete_checkpoints, newest_whole, read_progress
 from trainer.config import RunConfig, TrackingConfig
 
@@ -95,7 +95,7 @@ def compare_settings(folder: Path, config: RunConfig) -> str:
     """
     if not (saved := folder / "config.yaml").is_file():
         return ""
-    before, now = OmegaConf.load(saved), OmegaConf.create(to_yaml(config))
+    before, now = parse(saved, OmegaConf.load, saved), OmegaConf.create(to_yaml(config))
     was, path = OmegaConf.select(before, "model.path"), config.model.path
     if was and Path(was).expanduser().resolve() != Path(path or "").expanduser().resolve():
         raise ConfigError(

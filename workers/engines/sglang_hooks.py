@@ -4,9 +4,11 @@ SGLang calls a question like a weight loader of its own (`custom_weight_loader`)
 were sent. The last of them, a byte tensor that both processes share, takes the answer.
 """
 
+import importlib
 import json
 import os
 import signal
+import socket
 import threading
 from typing import Any
 
@@ -38,6 +40,7 @@ def run_scheduler(*args: Any, **kwargs: Any) -> None:
     if TOKENIZER in os.environ:
         end_at_stop_strings(os.environ[TOKENIZER])
     leave_no_shared_memory()
+    listen_locally()
     run_scheduler_process(*args, **kwargs)
 
 
@@ -52,6 +55,21 @@ def leave_no_shared_memory() -> None:
         os.unlink(path)
 
     ShmLoadSnapshotWriter.__init__ = __init__
+
+
+def listen_locally() -> None:
+    """Have the store of torch that SGLang makes listen at the loopback address it asks for, not at all addresses."""
+    rendezvous = importlib.import_module("torch.distributed.rendezvous")  # a function of that name hides it
+    join = rendezvous._create_c10d_store
+
+    def create(hostname: str, port: int, rank: int, world_size: int, timeout: Any, *args: Any, **kwargs: Any) -> Any:
+        if rank:
+            return join(hostname, port, rank, world_size, timeout, *args, **kwargs)
+        door = socket.create_server((hostname, port))
+        options = {"is_master": True, "timeout": timeout, "master_listen_fd": door.detach()}
+        return torch.distributed.TCPStore(hostname, port, world_size, **options)
+
+    rendezvous._create_c10d_store = create
 
 
 def end_at_stop_strings(model: str) -> None:
