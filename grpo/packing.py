@@ -1,5 +1,6 @@
 """Plans of who computes what: samples over ranks, and samples into micro-batches under a token budget."""
 
+import heapq
 from collections.abc import Callable, Sequence
 
 
@@ -12,14 +13,11 @@ def balance(costs: Sequence[float], count: int) -> list[list[int]]:
     if len(costs) < count:
         raise ValueError(f"{len(costs)} samples cannot be split over {count} ranks.")
     bins: list[list[int]] = [[] for _ in range(count)]
-    sums = [0.0] * count
-    for place, i in enumerate(sorted(range(len(costs)), key=lambda i: -costs[i])):
-        # The last samples go to the lists that would stay empty otherwise.
-        empty = [b for b in range(count) if not bins[b]]
-        open_bins = empty if len(costs) - place <= len(empty) else range(count)
-        best = min(open_bins, key=lambda b: sums[b])
-        bins[best].append(i)
-        sums[best] += costs[i]
+    heap = [(0.0, False, b) for b in range(count)]  # what each costs so far; those of equal cost that are empty first
+    for i in sorted(range(len(costs)), key=lambda i: -costs[i]):
+        total, _, b = heap[0]
+        bins[b].append(i)
+        heapq.heapreplace(heap, (total + costs[i], True, b))
     return [sorted(b) for b in bins]
 
 

@@ -6,6 +6,7 @@ same rows to every tensor-parallel peer, runs, and puts the results back togethe
 """
 
 import functools
+import itertools
 import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from tensordict import TensorDict
 
 from grpo.batch import concatenate, lengths_of, make_batch, select
-from grpo.config import ConfigError
+from grpo.config import ConfigError, unusable
 from grpo.packing import balance
 from workers.parallel.mesh import InferenceLayout, TrainingLayout, is_controller
 
@@ -42,11 +43,13 @@ class WorkerGroup:
         if len(self.places) == 1:
             return batch
         plan = balance([self.cost(length) for length in lengths_of(batch["tokens"])], self.layout.dp_size)
-        shares = [select(batch, rows) for rows in plan]
+        batch = select(batch, list(itertools.chain.from_iterable(plan)))
+        ends = itertools.accumulate(map(len, plan), initial=0)
+        shares = [_pack(batch, *place) for place in itertools.pairwise(ends)]
         for rank, (dp_rank, _) in enumerate(self.places):
             if rank != CONTROLLER:
-                _send(_pack(shares[dp_rank]), rank)
-        return shares[self.layout.dp_rank]
+                _send(shares[dp_rank], rank)
+        return _unpack(shares[self.layout.dp_rank])
 
     def gather(self, result: TensorDict, what: str) -> TensorDict | None:
         """On the controller the rows of all data-parallel ranks in the order of their field `row`, elsewhere None."""
@@ -60,11 +63,10 @@ class WorkerGroup:
 
     def share(self, value: Any, what: str) -> Any:
         """The controller's `value` on every rank; raises RuntimeError as `scatter` does."""
-        if not is_controller():
-            return _wait_for(CONTROLLER, f"{what} from the controller")
-        for rank in range(1, len(self.places)):
-            _send(value, rank)
-        return value
+        try:
+            return from_controller(value)  # which travels along a tree: the controller sends it to a few ranks
+        except RuntimeError as error:
+            raise RuntimeError(f"Rank {dist.get_rank()} waited for {what} from the controller: {error}") from error
 
     def collect(self, value: Any, what: str) -> list[Any] | None:
         """On the controller the values of all ranks whose tp_rank is 0, its own first, elsewhere None."""
@@ -85,13 +87,17 @@ class Worker:
 
 
 def on_controller(work: Callable[[], Any]) -> Any:
-    """What `work` returns on the controller, and None elsewhere. A ConfigError it raises is raised everywhere."""
+    """What `work` returns on the controller, and None elsewhere. A ConfigError is raised everywhere."""
     result, refusal = None, [None]
     if is_controller():
         try:
             result = work()
         except ConfigError as error:
             refusal = [error]
+        except OSError as error:
+            if not error.filename:
+                raise
+            refusal = [unusable(error)]
     dist.broadcast_object_list(refusal, CONTROLLER)
     if refusal[0] is not None:
         raise refusal[0]
@@ -153,10 +159,16 @@ def _wait_for(rank: int, what: str) -> Any:
     return pickle.loads(payload.numpy())
 
 
-def _pack(batch: TensorDict) -> dict[str, list[np.ndarray]]:
-    """The batch as arrays: tensors pickle slowly, and nested ones not at all."""
-    parts = {name: [f.values(), f.offsets()] if f.is_nested else [f] for name, f in batch.items()}
-    return {name: [tensor.numpy() for tensor in tensors] for name, tensors in parts.items()}
+def _pack(batch: TensorDict, first: int = 0, last: int | None = None) -> dict[str, list[np.ndarray]]:
+    """The rows from `first` up to `last` as arrays: tensors pickle slowly, and nested ones not at all."""
+    last, packed = len(batch) if last is None else last, {}
+    for name, field in batch.items():
+        if field.is_nested:
+            ends = field.offsets()[first : last + 1].numpy()
+            packed[name] = [field.values()[ends[0] : ends[-1]].numpy(), ends - ends[0]]
+        else:
+            packed[name] = [field[first:last].numpy()]
+    return packed
 
 
 def _unpack(packed: dict[str, list[np.ndarray]]) -> TensorDict:

@@ -73,7 +73,10 @@ class Process:
 
 @pytest.fixture
 def begin(settings, tmp_path) -> Iterator[Callable[..., Process]]:  # noqa: F811
-    """begin("train" or "sft", name, *overrides, ranks=0) starts the command, under torchrun where there are ranks."""
+    """begin("train" or "sft", name, *overrides, ranks=0) starts the command, under torchrun where there are ranks.
+
+    options: torchrun's; within: a command that runs it.
+    """
     begun: list[Process] = []
 
     def run(
@@ -83,10 +86,12 @@ def begin(settings, tmp_path) -> Iterator[Callable[..., Process]]:  # noqa: F811
         ranks: int = 0,
         options: tuple[str, ...] = (),
         module: str = "trainer",
+        within: tuple[str, ...] = (),
     ) -> Process:
-        python = [sys.executable, "-m"]
+        python = [*within, sys.executable, "-m"]
         if ranks:
-            python += ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *options, "-m"]
+            alone = ["--standalone"] * ("--nnodes=2" not in options)
+            python += ["torch.distributed.run", *alone, f"--nproc-per-node={ranks}", *options, "-m"]
         place = [f"tracking.folder={tmp_path}", f"tracking.name={name}"]
         log = tmp_path / f"{name}-{len(begun)}.log"
         begun.append(Process([*python, module, command, *settings[command], *place, *overrides], log))

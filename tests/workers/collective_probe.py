@@ -21,7 +21,7 @@ from grpo.batch import jagged, make_batch
 from workers.dispatch import Worker, dispatched
 from workers.parallel.gather import Gatherer
 from workers.parallel.logprobs import Head, head_logprobs, head_loss
-from workers.parallel.mesh import join, make_store, make_training_layout, pick_device
+from workers.parallel.mesh import Counters, join, make_training_layout, pick_device
 from workers.rollout import WorkStealing
 
 FIELDS = ("tokens", "response_mask", "old_logprobs", "exact", "group", "rewards", "precise", "truncated")
@@ -159,7 +159,7 @@ def gathered() -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
 
 def stealing() -> list[int]:
     """Which of 60 prompts this rank took, where rank 1 is slow."""
-    store, taken = make_store(), []
+    store, taken = Counters(), []
     dist.barrier()
     for prompt in WorkStealing([list(range(part, 60, 4)) for part in range(4)], dist.get_rank(), store):
         taken.append(prompt)

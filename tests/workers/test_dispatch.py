@@ -1,11 +1,16 @@
 """Rows to the workers and back: nothing changed, nothing lost, in order; and a missing peer is an error."""
 
+import threading
+from datetime import timedelta
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from grpo.batch import select
 from grpo.packing import balance
 from tests.workers.collective_probe import FIELDS, PATIENCE, Echo, every_dtype
+from workers.parallel.mesh import Counters
 
 
 def assert_same(batch, expected):
@@ -75,6 +80,15 @@ def test_every_rank_names_the_method_whose_rows_did_not_come(four_processes):
     for rank in (1, 2, 3):
         error = four_processes["missing"][rank][-1]
         assert error.startswith(f"Rank {rank} waited for its rows of Echo.silent from the controller")
+
+
+def test_counters_that_do_not_answer_are_waited_for_no_longer_than_the_store_allows(layout, monkeypatch):
+    counters, cut = Counters(), threading.Event()
+    assert [counters.add("here", amount) for amount in (1, 2)] == [1, 3]
+    monkeypatch.setattr(counters, "store", SimpleNamespace(timeout=timedelta(seconds=0.2), add=lambda *_: cut.wait()))
+    with pytest.raises(RuntimeError, match=r"Timed out waiting 0:00:00\.2"):
+        counters.add("there", 1)
+    cut.set()
 
 
 def test_one_process_works_on_the_batch_itself(layout, sent):

@@ -1,7 +1,15 @@
 """Owns the processes: their devices, joining them, and how they are laid out for training and for inference."""
 
+import contextlib
+import fcntl
 import os
+import queue
+import socket
+import struct
+import threading
 import time
+import uuid
+from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -9,8 +17,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _get_default_store
 
 from grpo.config import ConfigError
+
+SIOCGIFADDR = 0x8915  # asks for the address of an interface
 
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "H800": 989e12, "A100": 312e12, "A800": 312e12, "B200": 2250e12}
 """Dense bfloat16 operations a second from NVIDIA's data sheets, by a piece of the device's name."""
@@ -31,6 +42,8 @@ def pick_device(device: str) -> torch.device:
         raise ConfigError(f"device={device!r} is not a choice: use auto, cpu or cuda.")
     if not torch.cuda.is_available():
         way_out = "use device=cpu, or install a CUDA build of torch"
+        if hidden := os.environ.get("CUDA_VISIBLE_DEVICES"):
+            way_out = f"use device=cpu, or correct CUDA_VISIBLE_DEVICES={hidden}, which may hide them"
         raise ConfigError(f"device=cuda was asked for, but torch sees no CUDA device: {way_out}.")
     count, local_world = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if local_world > count:
@@ -85,6 +98,27 @@ def memory_for_each() -> int:
     return free // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
+def read_world() -> int:
+    """How many processes there are; raises ConfigError, on each of them, where torchrun's variables do not fit."""
+    needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    there = {name: os.environ[name] for name in (*needed, "LOCAL_RANK", "LOCAL_WORLD_SIZE") if name in os.environ}
+    numbers = {name: int(text) for name, text in there.items() if text.isdecimal()}
+    fits = all(name in numbers or name == "MASTER_ADDR" for name in there)
+    if fits and there.keys() & {"RANK", "WORLD_SIZE"}:
+        fits = there.keys() >= set(needed) and numbers["RANK"] < numbers["WORLD_SIZE"]
+        fits = fits and 0 < numbers["MASTER_PORT"] < 65536
+    if not fits:
+        refuse_place(f"The environment has {', '.join(f'{name}={text}' for name, text in there.items())}")
+    return numbers.get("WORLD_SIZE", 1)
+
+
+def refuse_place(fault: str) -> None:
+    """Raise ConfigError, which this process says itself whichever rank it is: there may be no rank 0 to say it."""
+    os.environ.pop("RANK", None)
+    way_out = "start with torchrun, which sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or unset them"
+    raise ConfigError(f"{fault}, with which no processes can join: {way_out}.")
+
+
 def join(device: torch.device, timeout_seconds: float) -> None:
     """Join the process group: that of torchrun where its variables are set, else one of this process alone.
 
@@ -96,14 +130,63 @@ def join(device: torch.device, timeout_seconds: float) -> None:
         torch.cuda.set_device(device)
         backend = "cpu:gloo,cuda:nccl"
     timeout, place = timedelta(seconds=timeout_seconds), {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    if on_one_machine():
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            os.environ.setdefault(name, "lo")
+    elif interface := interface_to(os.environ["MASTER_ADDR"]):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)  # NCCL finds its own
     if "RANK" in os.environ:
-        store, rank, world = next(dist.rendezvous("env://", timeout=timeout))
-        # torchrun keeps one store for all its attempts, with the addresses of ranks that died. The count is a node's
-        # own: that of one node alone is the same on every rank.
-        if os.environ.get("GROUP_WORLD_SIZE") == "1":
-            store = dist.PrefixStore(f"attempt-{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
-        place = {"store": store, "rank": rank, "world_size": world}
+        try:
+            store, rank, world = next(dist.rendezvous("env://", timeout=timeout))
+        except dist.DistError as error:
+            place = f"MASTER_ADDR={os.environ['MASTER_ADDR']} MASTER_PORT={os.environ['MASTER_PORT']}"
+            refuse_place(f"Rank {os.environ['RANK']} waited at {place} ({str(error).splitlines()[0].rstrip('.')})")
+        place = {"store": own_part(store, rank, world, timeout_seconds), "rank": rank, "world_size": world}
     dist.init_process_group(backend, timeout=timeout, **place)
+
+
+def on_one_machine() -> bool:
+    return os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")  # without torchrun there is neither
+
+
+def interface_to(host: str) -> str | None:
+    """The network interface by which this machine reaches `host`, where that is by IPv4.
+
+    Gloo would listen where the machine's own name leads, which is often the loopback address.
+    """
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 1))  # which sends nothing
+        address = socket.inet_aton(probe.getsockname()[0])
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # one without an address
+                if fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()))[20:24] == address:
+                    return name
+    return None
+
+
+def own_part(store: dist.Store, rank: int, world: int, timeout_seconds: float) -> dist.Store:
+    """A part of `store` that these `world` processes alone know.
+
+    torchrun keeps one store for all its attempts, with the addresses of ranks that died, and the nodes do not count
+    attempts alike. So each process asks under a name that nobody had before, and rank 0 answers whoever asks.
+    """
+    mine, deadline = uuid.uuid4().hex, time.monotonic() + timeout_seconds
+    if rank:
+        store.set(f"asks/{rank}", mine)
+        try:
+            part = store.get(f"part/{mine}").decode()
+        except dist.DistStoreError as error:
+            raise RuntimeError(f"Rank {rank} waited for rank 0 to join: {error}") from error
+        store.add(part, 1)
+        return dist.PrefixStore(part, store)
+    while store.add(mine, 0) < world - 1:
+        for other in range(1, world):
+            if store.check([f"asks/{other}"]):
+                store.set(f"part/{store.get(f'asks/{other}').decode()}", mine)
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"Rank 0 waited for {world} ranks to join, and {store.add(mine, 0) + 1} did.")
+        time.sleep(0.02)
+    return dist.PrefixStore(mine, store)
 
 
 def leave() -> None:
@@ -114,14 +197,33 @@ def leave() -> None:
     time.sleep(0.1)
 
 
-def make_store() -> dist.Store:
-    """Counters that all processes share, which the controller hosts; every rank must take part."""
-    if dist.get_world_size() == 1:
-        return dist.HashStore()
-    hosted = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False) if is_controller() else None
-    port = [hosted.port if hosted else None]
-    dist.broadcast_object_list(port)
-    return hosted or dist.TCPStore(os.environ["MASTER_ADDR"], port[0], is_master=False)
+class Counters(dist.Store):
+    """Numbers that all processes share and add to, in the process group's store.
+
+    Torch waits for the store's answer without an end where a cable is cut; here a thread waits, for which nobody waits
+    longer than the store's timeout.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.store, self.asked = dist.PrefixStore("counters", _get_default_store()), queue.SimpleQueue()
+        threading.Thread(target=self._answer, name="counters", daemon=True).start()
+
+    def add(self, key: str, amount: int) -> int:
+        """The sum at `key` after `amount` was added."""
+        self.asked.put((answer := Future(), key, amount))
+        try:
+            return answer.result(self.store.timeout.total_seconds())
+        except TimeoutError:
+            raise RuntimeError(f"Timed out waiting {self.store.timeout} for the counters of all ranks.") from None
+
+    def _answer(self) -> None:
+        while True:
+            answer, *what = self.asked.get()
+            try:
+                answer.set_result(self.store.add(*what))
+            except RuntimeError as error:
+                answer.set_exception(error)
 
 
 @dataclass(frozen=True)
