@@ -3,8 +3,10 @@
 import contextlib
 import ctypes
 import faulthandler
+import math
 import multiprocessing
 import os
+import re
 import select
 import signal
 import sys
@@ -20,6 +22,9 @@ STOPPED = 3
 PR_SET_PDEATHSIG = 1
 
 PROJECT = f"{Path(__file__).resolve().parents[1]}/"
+
+TICK = 0.5
+"""Seconds from one look at this process to the next."""
 
 PATIENCE = 5.0
 """Seconds that a rank has to end by itself after another one failed."""
@@ -42,11 +47,14 @@ class Notice:
     at once. A thread sees to that, as Python's own handlers would wait for the C code that the main thread is in, such
     as a collective. `say`: how rank 0 tells its user. `folder`: the run's, where a rank that fails leaves its stacks as
     stacks-RANK.txt, and then each that does not end by itself. So does a rank that hangs: others time out waiting for
-    it, and torchrun sends it SIGTERM.
+    it, and torchrun sends it SIGTERM. A process alone hangs where it is at the same lines of ours for `timeout` seconds
+    of its steps without a `beat`.
     """
 
-    def __init__(self, grace: float = 0.0) -> None:
+    def __init__(self, grace: float = 0.0, timeout: float = math.inf) -> None:
         self.grace, self.asked, self.stepping = grace, False, False
+        self.timeout = timeout if os.environ.get("WORLD_SIZE", "1") == "1" else math.inf
+        self.beats = 0
         self.say: Callable[[str], None] = say_once
         self.folder: Path | None = None
 
@@ -72,14 +80,26 @@ class Notice:
         self._thread.join()
         os.close(self._reader)
 
+    def beat(self) -> None:
+        """Something went on, where lines do not tell: an engine in processes of its own samples."""
+        self.beats += 1
+
     def _listen(self) -> None:
         number, interrupted, since, began = signal.SIGTERM, False, 0.0, time.time()
+        still, seen = 0, None
         while True:
-            if not select.select([self._reader], [], [], 0.5 if self.asked else None)[0]:
+            if not select.select([self._reader], [], [], TICK)[0]:
+                before, seen = seen, (self.beats, self._lines())
+                # Counted, as a process that was stopped for hours did not hang.
+                still = still + 1 if self.stepping and seen == before else 0
+                if still * TICK > self.timeout:
+                    self._hang(f"timeout_seconds={self.timeout:g} went by")
+                if not self.asked:
+                    continue
                 if time.monotonic() > since + self.grace:
                     self._end(number, f"The step and its checkpoint took longer than {self.grace:g} s")
                 if time.monotonic() > since + PATIENCE and self._failed(began):
-                    self._hang()
+                    self._hang("others waited for it")
                 continue
             received = os.read(self._reader, 1)
             if not received:
@@ -103,16 +123,18 @@ class Notice:
         """Whether another rank has left its stacks since `began`."""
         return self.folder is not None and any(f.stat().st_mtime > began for f in self.folder.glob("stacks-*.txt"))
 
-    def _hang(self) -> None:
+    def _lines(self) -> list[str]:
+        """Where the main thread is in this project, the innermost first."""
+        walked = traceback.walk_stack(sys._current_frames()[threading.main_thread().ident])
+        ours = re.compile(f"{re.escape(PROJECT)}(?!.*site-packages)(.*)")
+        found = ((ours.match(frame.f_code.co_filename), line, frame.f_code.co_name) for frame, line in walked)
+        return [f"{match[1]}:{line} ({name})" for match, line, name in found if match]
+
+    def _hang(self, why: str) -> None:
         """End this process, which does not end by itself, and say where it is."""
-        frame = inner = sys._current_frames()[threading.main_thread().ident]
-        while frame is not None and not frame.f_code.co_filename.startswith(PROJECT):
-            frame = frame.f_back
-        code, line = (frame or inner).f_code, (frame or inner).f_lineno
-        path = self._leave_stacks("")
-        where = f"{code.co_filename.removeprefix(PROJECT)}:{line} ({code.co_name})"
+        where, path = (self._lines() or ["an unknown place"])[0], self._leave_stacks("")
         rank = os.environ.get("RANK", "0")
-        print(f"Rank {rank} hangs at {where}, where others waited for it: {path}.", file=sys.stderr, flush=True)
+        print(f"Rank {rank} hangs at {where}, where {why}: {path}.", file=sys.stderr, flush=True)
         self._exit(1)
 
     def _leave_stacks(self, text: str) -> Path | None:

@@ -6,6 +6,7 @@ RELIABILITY_KILLS=30 RELIABILITY_SEED=0 python -m pytest tests/reliability/test_
 import json
 import os
 import random
+import re
 import signal
 import time
 from pathlib import Path
@@ -36,10 +37,10 @@ def roles(run: Process) -> dict[str, list[int]]:
             continue
         if "from rewards.worker import serve; serve()" in " ".join(command):
             found.setdefault("reward", []).append(pid)
-        elif "spawn_main" in " ".join(command):
+        elif "spawn_main" in " ".join(command) or command[0].startswith("sglang::"):
             found.setdefault("engine", []).append(pid)
         elif "trainer" in command and "torch.distributed.run" not in command:
-            found.setdefault(f"rank {rank['RANK']}", []).append(pid)
+            found.setdefault(f"rank {rank.get('RANK', 0)}", []).append(pid)
     return found
 
 
@@ -139,3 +140,34 @@ def test_a_rank_that_hangs_is_named_with_its_stacks(begin, tmp_path):
     assert "In the phase update." in waited
     assert "in stop_for_good" in hung
     assert_all_gone(family)
+
+
+def test_a_process_alone_that_hangs_is_ended_with_its_stack(begin, tmp_path):
+    run = tmp_path / "run"
+    process = begin("train", "run", "steps=9", "data.eval=null", "timeout_seconds=10", module=PROBE)
+    process.until(lambda: steps_of(run) == 1)
+    family = process.family()
+    assert process.wait(40) == 1
+    assert "Rank 0 hangs at tests/reliability/hang_probe.py:" in process.said
+    assert f"(stop_for_good), where timeout_seconds=10 went by: {run / 'stacks-0.txt'}." in process.said
+    assert "in stop_for_good" in (run / "stacks-0.txt").read_text()
+    assert_all_gone(family)
+
+
+@pytest.mark.sglang
+def test_whichever_of_sglangs_processes_is_killed_whenever_the_run_ends_and_goes_on(begin, tmp_path):
+    chance, run, shared = random.Random(SEED), tmp_path / "run", set(os.listdir("/dev/shm"))
+    settings = ["checkpoint.every=1", "checkpoint.resume=auto", "rollout.engine=sglang", "steps=500"]
+    settings += ["rollout.concurrent_samples=16", "data.eval=null"]
+    for _ in range(max(1, KILLS // 4)):
+        process, before = begin("train", "run", *settings), steps_of(run)
+        process.until(lambda before=before, process=process: steps_of(run) > before + 1, 300)
+        time.sleep(chance.random())
+        family, sockets, victim = process.family(), ports(process.family()), chance.choice(roles(process)["engine"])
+        os.kill(victim, signal.SIGKILL)
+        assert process.wait(60) == 1
+        assert re.search(r"SGLang's [\w -]+ failed: its process ended with exit code -9", process.said), process.said
+        assert_all_gone(family)
+        assert not sockets & ports([int(path.name) for path in Path("/proc").glob("[0-9]*")])
+        assert set(os.listdir("/dev/shm")) <= shared
+        assert all(damage(path) is None for path in complete_checkpoints(run).values())
