@@ -11,7 +11,7 @@ setup(
     description="A GRPO trainer small enough to read in an afternoon, and that proves it is right",
     license="Apache-2.0",
     python_requires=">=3.11,<3.15",
-    packages=find_packages(include=["grpo*", "workers*", "trainer*", "rewards*"]),
+    packages=find_packages(include=["grpo*", "workers*", "trainer*", "rewards*", "environments*"]),
     install_requires=[
         "torch>=2.11,<2.14",
         "transformers>=5.12,<5.13",

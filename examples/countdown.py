@@ -229,9 +229,9 @@ def write(out: Path, preset: Preset, seed: int) -> None:
     training, held_out = problems(preset, seed)
     make_model(seed=seed, **preset.model).save_pretrained(out / "model")
     make_tokenizer().save_pretrained(out / "model")
-    _write_lines(out / "train.jsonl", (problem.row() for problem in training))
-    _write_lines(out / "heldout.jsonl", (problem.row() for problem in held_out))
-    _write_lines(out / "demonstrations.jsonl", demonstrations(training, preset, seed))
+    write_lines(out / "train.jsonl", (problem.row() for problem in training))
+    write_lines(out / "heldout.jsonl", (problem.row() for problem in held_out))
+    write_lines(out / "demonstrations.jsonl", demonstrations(training, preset, seed))
 
 
 def text_problems(count: int, seed: int) -> list[dict]:
@@ -257,11 +257,12 @@ def write_text(out: Path, seed: int, held_out: int = 512, training: int = 20_000
     """Fill the folder `out` for a pretrained model: train.jsonl and heldout.jsonl, disjoint, without prompts."""
     rows = text_problems(held_out + training, seed)
     out.mkdir(parents=True, exist_ok=True)
-    _write_lines(out / "heldout.jsonl", rows[:held_out])
-    _write_lines(out / "train.jsonl", rows[held_out:])
+    write_lines(out / "heldout.jsonl", rows[:held_out])
+    write_lines(out / "train.jsonl", rows[held_out:])
 
 
-def _write_lines(path: Path, rows: Iterable[dict]) -> None:
+def write_lines(path: Path, rows: Iterable[dict]) -> None:
+    """Write a jsonl file, a line a row."""
     with path.open("w", encoding="utf-8") as file:
         file.writelines(json.dumps(row) + "\n" for row in rows)
 

@@ -56,6 +56,27 @@ read_launch() {
     [[ " $* " != *" checkpoint.resume=true "* ]] || overwrite=false
 }
 
+# What a run that goes on finds made is not made again.
+missing() { [ "$overwrite" = true ] || [ ! -f "$1" ]; }
+
+# Fills runs/$name: data and a random model by the command MAKER, a warm start with SFT, GRPO with what settings are left.
+#
+#   from_nothing MAKER SFT GRPO SETTING ...      SFT and GRPO are YAML files
+from_nothing() {
+    local maker=$1 warm_start=$2 grpo=$3 data=runs/$name/data
+    shift 3
+    if missing "$data/demonstrations.jsonl"; then
+        $maker "$data" --seed "$seed"  # unquoted, since it is a command with its arguments
+    fi
+    if missing "runs/$name/warm-start/model/tokenizer.json"; then
+        # A step of the warm start is too short to gain from a second process.
+        python -m trainer sft "$warm_start" "model.path=$data/model" "seed=$seed" \
+            "data.train=$data/demonstrations.jsonl" "tracking.name=$name/warm-start" checkpoint.overwrite=true
+    fi
+    trainer train "$grpo" "model.path=runs/$name/warm-start/model" "data.train=$data/train.jsonl" \
+        "data.eval=$data/heldout.jsonl" "seed=$seed" "tracking.name=$name/grpo" "checkpoint.overwrite=$overwrite" "$@"
+}
+
 # python -m trainer on $processes processes.
 trainer() {
     if [ "$processes" -gt 1 ]; then

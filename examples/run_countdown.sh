@@ -23,9 +23,6 @@ cd "$root"
 
 read_launch "$@"
 
-# What a run that goes on finds made is not made again.
-missing() { [ "$overwrite" = true ] || [ ! -f "$1" ]; }
-
 if [ -n "${MODEL:-}" ]; then
     data=runs/countdown-text
     if missing "$data/train.jsonl"; then
@@ -42,17 +39,6 @@ else
     *) fail "PRESET=$preset is not a preset: use search, direct, hard or large." ;;
     esac
     name=${NAME:-countdown}
-    if missing "runs/$name/data/demonstrations.jsonl"; then
-        python examples/countdown.py "runs/$name/data" --preset "$preset" --seed "$seed"
-    fi
-    if missing "runs/$name/warm-start/model/tokenizer.json"; then
-        # A step of the warm start is too short to gain from a second process.
-        python -m trainer sft "$warm_start" "model.path=runs/$name/data/model" "seed=$seed" \
-            "data.train=runs/$name/data/demonstrations.jsonl" "tracking.name=$name/warm-start" \
-            checkpoint.overwrite=true
-    fi
-    trainer train "$grpo" "model.path=runs/$name/warm-start/model" \
-        "data.train=runs/$name/data/train.jsonl" "data.eval=runs/$name/data/heldout.jsonl" \
-        "seed=$seed" "tracking.name=$name/grpo" "checkpoint.overwrite=$overwrite" "$@"
+    from_nothing "python examples/countdown.py --preset $preset" "$warm_start" "$grpo" "$@"
 fi
 tell_environment

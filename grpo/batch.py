@@ -12,7 +12,7 @@
 | loss_weights | [B, *] float32 | what a token's loss counts in that of its minibatch, 0 outside the mask |
 | group | [B] int64 | which prompt of the step this is a response to |
 | held_out | [B] bool | sampled to evaluate, not to train |
-| truncated | [B] bool | the response was cut at its longest length |
+| truncated | [B] bool | a limit cut the response |
 | failures | [B] int64 | how many components of the reward could not be graded, or 1 where none applies |
 | penalties | [B] float32 | what is added to the reward for length, at most 0 |
 | rewards, rewards/NAME | [B] float32 | the total, and its components, NaN where one does not apply |
@@ -22,11 +22,38 @@ Position t of a logprob field is log p(tokens[t] | tokens[<t]) at the sampling t
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any
 
 import numpy as np
 import torch
 from tensordict import TensorDict
+
+
+class Ending(StrEnum):
+    """Why a turn, or a whole sample, ended."""
+
+    STOP = "stop"  # the policy ended it
+    LENGTH = "length"  # cut at the longest length
+    TURNS = "turns"  # cut after the most turns of a conversation
+    DONE = "done"  # the environment ended the conversation
+    ERROR = "error"  # so did a failure of the environment
+    ABORT = "abort"  # the engine was told to end it
+
+
+CUT = (Ending.LENGTH, Ending.TURNS)
+"""What ended by a limit."""
+
+
+@dataclass
+class Turn:
+    """What the policy or its environment said at once."""
+
+    role: str  # as in a chat template: the policy is the assistant
+    content: str
+    tokens: int = 0
+    ending: Ending | None = None  # of a turn of the policy
+    calls: int = 0  # of tools
 
 
 @dataclass
@@ -41,23 +68,38 @@ class Trajectory:
     mask: np.ndarray = None  # [T] bool, True where the policy sampled the token
     logprobs: np.ndarray = None  # [T] float32, what the engine reported, 0 where the mask is not
     versions: np.ndarray = None  # [T] int64, of the weights that the token was sampled from, -1 where the mask is not
-    finish_reason: str = "stop"  # "length": cut at the longest length; "abort": the engine was told to end it
-    response: str = ""  # what the policy sampled as text, without the stop token it ended with
+    finish_reason: Ending = Ending.STOP
+    response: str = ""  # what the policy sampled as text, in a conversation at last, without its stop token
+    turns: list[Turn] = field(default_factory=list)  # of a conversation; none of a single answer
+    outcome: dict[str, Any] = field(default_factory=dict)  # what rewards are given beside the row
+    waited: float = 0.0  # seconds that it waited for its environment
+    errors: list[Any] = field(default_factory=list)  # what failed in its environment
     reward: float = 0.0
     components: dict[str, float | None] = field(default_factory=dict)  # before their weights, None: does not apply
     failures: list[Any] = field(default_factory=list)  # the components that could not be graded, and why
 
     def __post_init__(self) -> None:
-        self.tokens = np.asarray(self.tokens, np.int64)
+        self.begin(self.tokens)
+
+    def begin(self, tokens: Sequence[int]) -> None:
+        """Have these tokens as the prompt, and nothing behind it."""
+        self.tokens = np.asarray(tokens, np.int64)
         self.mask = np.zeros(len(self.tokens), bool)
         self.logprobs = np.zeros(len(self.tokens), np.float32)
         self.versions = np.full(len(self.tokens), -1)
 
     def add_sampled(self, tokens: Sequence[int], logprobs: Sequence[float], version: int) -> None:
         """Go on with tokens that the policy sampled from weights of `version`."""
+        self._add(tokens, True, np.fromiter(logprobs, np.float32, len(tokens)), version)
+
+    def add_observed(self, tokens: Sequence[int]) -> None:
+        """Go on with tokens that an environment said."""
+        self._add(tokens, False, np.zeros(len(tokens), np.float32), -1)
+
+    def _add(self, tokens: Sequence[int], sampled: bool, logprobs: np.ndarray, version: int) -> None:
         self.tokens = np.append(self.tokens, np.fromiter(tokens, np.int64, len(tokens)))
-        self.mask = np.append(self.mask, np.ones(len(tokens), bool))
-        self.logprobs = np.append(self.logprobs, np.fromiter(logprobs, np.float32, len(tokens)))
+        self.mask = np.append(self.mask, np.full(len(tokens), sampled))
+        self.logprobs = np.append(self.logprobs, logprobs)
         self.versions = np.append(self.versions, np.full(len(tokens), version))
 
 
@@ -121,7 +163,7 @@ def batch_of(trajectories: Sequence[Trajectory]) -> TensorDict:
         "versions": stream("versions"),
         "group": torch.tensor([t.group for t in trajectories]),
         "held_out": torch.tensor([t.held_out for t in trajectories]),
-        "truncated": torch.tensor([t.finish_reason == "length" for t in trajectories]),
+        "truncated": torch.tensor([t.finish_reason in CUT for t in trajectories]),
         "failures": torch.tensor([len(t.failures) for t in trajectories]),
         "rewards": torch.tensor([t.reward for t in trajectories], dtype=torch.float32),
     }

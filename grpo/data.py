@@ -3,9 +3,10 @@
 Rows come from grpo/sources.py; a PromptStream decides the order in which the prompts are given out.
 """
 
+import json
 import random
 import string
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,9 @@ from grpo.config import ConfigError, choose
 from grpo.data_config import DataConfig
 from grpo.sources import beside, did_you_mean, load_rows, reason
 from grpo.tasks import DEFAULT_SIZES, PREFIX, load_task
+
+Tools = Callable[[dict[str, Any]], list[dict]]
+"""The schemas of the tools that a row's environment has."""
 
 ROLES = {"human": "user", "gpt": "assistant"}
 """How data with from/value calls the roles."""
@@ -49,7 +53,12 @@ class Prompts(Sequence[Prompt]):
 
 
 def load_prompts(
-    config: DataConfig, tokenizer: Tokenizer, split: str, key: str | None = None, demonstrations: bool = False
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    split: str,
+    key: str | None = None,
+    demonstrations: bool = False,
+    tools: Tools | None = None,
 ) -> Prompts:
     """The prompts of `split`, "train" or "eval": loaded, rendered and tokenised; raises ConfigError naming `key`.
 
@@ -65,13 +74,14 @@ def load_prompts(
         rows = rows.remove_columns([name] if name in rows.column_names else []).add_column(name, values)
     if demonstrations and config.response_column not in rows.column_names:
         rows = _split_conversations(rows, config)
-    return tokenize_prompts(rows, tokenizer, config, key)
+    return tokenize_prompts(rows, tokenizer, config, key, tools)
 
 
-def load_held_out(config: DataConfig, tokenizer: Tokenizer) -> dict[str, Prompts]:
+def load_held_out(config: DataConfig, tokenizer: Tokenizer, tools: Tools | None = None) -> dict[str, Prompts]:
     """The prompts of each held-out set by its name, "" where there is but one; raises ConfigError."""
     sets = config.held_out_sets()
-    return {n: load_prompts(sets[n], tokenizer, "eval", f"data.eval.{n}" if n else None) for n in sets}
+    keys = {name: f"data.eval.{name}" if name else None for name in sets}
+    return {name: load_prompts(sets[name], tokenizer, "eval", keys[name], tools=tools) for name in sets}
 
 
 def overlap(train: Prompts, held_out: Iterable[Prompts]) -> list[str]:
@@ -124,7 +134,7 @@ def _split_conversations(rows: datasets.Dataset, config: DataConfig) -> datasets
 
 
 def _holds_messages(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and isinstance(value[0], dict)
+    return isinstance(value, list) and bool(value) and all(isinstance(message, dict) for message in value)
 
 
 def _as_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -135,14 +145,16 @@ def _as_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def tokenize_prompts(rows: datasets.Dataset, tokenizer: Tokenizer, config: DataConfig, key: str) -> Prompts:
+def tokenize_prompts(
+    rows: datasets.Dataset, tokenizer: Tokenizer, config: DataConfig, key: str, tools: Tools | None = None
+) -> Prompts:
     """Render and tokenise every row; raises ConfigError where a column, the template or a prompt does not fit.
 
     A raw prompt gets the special tokens that the tokenizer adds by itself (such as a leading bos); a chat prompt gets
     none, because the template writes its own.
     """
     choose(config.too_long, ("error", "drop"), "data.too_long")
-    texts = _render(rows, tokenizer, config)
+    texts = _render(rows, tokenizer, config, tools)
     tokens = tokenize(texts, tokenizer, add_special_tokens=not config.chat)
     if [] in tokens:
         row = tokens.index([])
@@ -245,7 +257,7 @@ def tokenize(texts: list[str], tokenizer: Tokenizer, add_special_tokens: bool) -
         ) from error
 
 
-def _render(rows: datasets.Dataset, tokenizer: Tokenizer, config: DataConfig) -> list[str]:
+def _render(rows: datasets.Dataset, tokenizer: Tokenizer, config: DataConfig, tools: Tools | None) -> list[str]:
     if config.system is not None and not config.chat:
         raise ConfigError("data.system needs a chat template: set data.chat=true or write it into data.template.")
     if config.chat and not tokenizer.chat_template:
@@ -255,26 +267,59 @@ def _render(rows: datasets.Dataset, tokenizer: Tokenizer, config: DataConfig) ->
         contents = rows[config.prompt_column][:]
     else:
         contents = _fill(config.template, rows)
-    system = [] if config.system is None else [{"role": "system", "content": config.system}]
     texts = []
     for index, content in enumerate(contents):
-        if config.chat and _holds_messages(content):
-            messages = [*system, *_as_messages(content)]
-            if messages[-1]["role"] == "assistant":
-                said = f"row {index} of {config.prompt_column} ends with the assistant's message, which is sampled here"
-                cut = f"data.columns={{question: {config.prompt_column}.0.content}} data.prompt_column=question"
-                raise ConfigError(f"data.prompt_column: {said}: take what comes before it, as by {cut}.")
-        elif isinstance(content, str):
-            messages = [*system, {"role": "user", "content": content}]
-        else:
-            raise ConfigError(
-                f"data.prompt_column: row {index} holds {content!r:.60} in {config.prompt_column}, which is not text; "
-                "name a text column, set data.template or, for messages, data.chat=true."
-            )
-        if config.chat:
-            content = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        texts.append(content + config.opening)
+        messages = messages_of(content, config, f"row {index}")
+        texts.append(render(messages, tokenizer, config, tools(rows[index]) if tools else None))
     return texts
+
+
+def messages_of(content: Any, config: DataConfig, where: str) -> list[dict[str, Any]]:
+    """What the template is given of a prompt that is text or messages; ConfigError for any other, naming `where`."""
+    system = [] if config.system is None else [{"role": "system", "content": config.system}]
+    if isinstance(content, str):
+        return [*system, {"role": "user", "content": content}]
+    if not (config.chat and _holds_messages(content)):
+        raise ConfigError(
+            f"data.prompt_column: {where} holds {content!r:.60} in {config.prompt_column}, which is not text; "
+            "name a text column, set data.template or, for messages, data.chat=true."
+        )
+    messages = [*system, *_as_messages(content)]
+    for m in messages:
+        if not (isinstance(m["role"], str) and (isinstance(m.get("content"), str | list) or m.get("tool_calls"))):
+            said = f"{where} of {config.prompt_column} has the message {m!r:.80}"
+            raise ConfigError(f"data.prompt_column: {said}: give each text as role and content, or as from and value.")
+    if messages[-1]["role"] == "assistant":
+        said = f"{where} of {config.prompt_column} ends with the assistant's message, which is sampled here"
+        cut = f"data.columns={{question: {config.prompt_column}.0.content}} data.prompt_column=question"
+        raise ConfigError(f"data.prompt_column: {said}: take what comes before it, as by {cut}.")
+    return messages
+
+
+def render(messages: Sequence[dict], tokenizer: Tokenizer, config: DataConfig, tools: list[dict] | None = None) -> str:
+    """The text that is tokenised of `messages`, which a response or a turn follows; tools: their schemas."""
+    if not config.chat:
+        return "".join(message["content"] for message in messages) + config.opening
+    if tools and "tools" not in tokenizer.chat_template:
+        messages = announce(messages, tools)
+    try:
+        text = tokenizer.apply_chat_template(messages, tools=tools or None, add_generation_prompt=True, tokenize=False)
+    except Exception as error:  # a template raises what it likes
+        said = f"The tokenizer's chat template cannot be filled from {messages!r:.100} ({reason(error)})"
+        raise ConfigError(f"{said}: correct the messages or the template, or set data.chat=false.") from error
+    return text + config.opening
+
+
+def announce(messages: Sequence[dict], tools: Sequence[dict]) -> list[dict]:
+    """`messages` with the tools in the system message, for a template that has no place for them."""
+    system, *others = messages if messages[0]["role"] == "system" else [{"role": "system", "content": ""}, *messages]
+    listed = "\n".join(json.dumps(tool) for tool in tools)
+    said = (
+        f"{system['content']}\n\nYou can call these functions, each described as JSON:\n{listed}\nTo call one, write "
+        '<tool_call>\n{"name": NAME, "arguments": {ARGUMENT: VALUE}}\n</tool_call> and end your turn: you are then '
+        "told what it returns."
+    )
+    return [{"role": "system", "content": said.strip()}, *others]
 
 
 def _fill(template: str, rows: datasets.Dataset) -> Iterator[str]:

@@ -36,7 +36,7 @@ from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from subprocess import PIPE, Popen, TimeoutExpired
-from typing import Any
+from typing import Any, BinaryIO, TextIO
 
 from rewards import registry
 
@@ -115,7 +115,10 @@ class Worker:
                     # Its stdout closes a moment before it has exited: wait for its own exit code.
                     return "crash", f"its worker {self.kill(patience=1.0)}; stderr: {self._stderr.strip() or 'empty'}"
         line, _, self._inbox = self._inbox.partition(b"\n")
-        return tuple(json.loads(line))
+        try:
+            return tuple(json.loads(line))
+        except ValueError:
+            return "crash", "wrote where its worker answers"
 
     def kill(self, patience: float = 0.0) -> str:
         """End the process, after up to `patience` seconds, and all it started; returns how it ended."""
@@ -151,8 +154,12 @@ class Worker:
                 self._poll.unregister(self.process.stderr)
 
 
-def serve() -> None:
-    """Read the setup, import the rewards and answer ["ready", ...]; then answer calls until stdin closes."""
+def enter(patience: float = 0.0) -> tuple[BinaryIO, TextIO, dict[str, Any]]:
+    """What a process of a pool begins with; returns where tasks come from and answers go to, and the setup.
+
+    From then on it may take memory_megabytes of the setup, and is killed with all that it started `patience` seconds
+    after the trainer has gone.
+    """
     tasks_from, answers_to = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "w")
     # From here on the numbers 0 and 1 belong to the rewards: what they print or read is not the protocol.
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -160,14 +167,19 @@ def serve() -> None:
     sys.stdout.reconfigure(line_buffering=True)
     faulthandler.enable()
     signal.signal(signal.SIGTERM, lambda *_: None)  # a scheduler's notice, after which the trainer ends its step
-    watched = tasks_from.fileno(), os.environ["TMPDIR"]
+    watched = tasks_from.fileno(), os.environ["TMPDIR"], patience
     threading.Thread(target=_end_with_parent, args=watched, daemon=True).start()
-
     setup = pickle.load(tasks_from)
     _, highest = resource.getrlimit(resource.RLIMIT_DATA)
     allowed = setup["memory_megabytes"] << 20
     allowed = allowed if highest == resource.RLIM_INFINITY else min(allowed, highest)
     resource.setrlimit(resource.RLIMIT_DATA, (allowed, allowed))
+    return tasks_from, answers_to, setup
+
+
+def serve() -> None:
+    """Read the setup, import the rewards and answer ["ready", ...]; then answer calls until stdin closes."""
+    tasks_from, answers_to, setup = enter()
     for file in setup["files"]:
         registry.load_file(file)
     rewards = {name: registry.find(name) for name in setup["rewards"]}
@@ -258,10 +270,11 @@ def among(count: int) -> str:
     return f", in one call with {count - 1} other completion(s)" if count > 1 else ""
 
 
-def _end_with_parent(descriptor: int, folder: str) -> None:
+def _end_with_parent(descriptor: int, folder: str, patience: float) -> None:
     # Asked for no event, poll returns only when every writer has closed the pipe, whatever is queued in it.
     watch = select.poll()
     watch.register(descriptor, 0)
     watch.poll()
+    time.sleep(patience)
     shutil.rmtree(folder, ignore_errors=True)
     os.killpg(0, signal.SIGKILL)

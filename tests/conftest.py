@@ -9,15 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from rewards.registry import REGISTRY
+from environments import registry as environments
+from rewards import registry as rewards
 
 
 @pytest.fixture(autouse=True)
-def own_rewards() -> Iterator[None]:
+def own_names() -> Iterator[None]:
     """What a test's own files register is gone after it: another test's may have rewards of the same names."""
     yield
-    for name in [name for name, reward in REGISTRY.items() if Path(tempfile.gettempdir()) in reward.file.parents]:
-        del REGISTRY[name]
+    for registry in (rewards.REGISTRY, environments.REGISTRY):
+        for name in [name for name, each in registry.items() if Path(tempfile.gettempdir()) in each.file.parents]:
+            del registry[name]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

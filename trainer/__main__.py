@@ -10,7 +10,7 @@ import traceback
 from pathlib import Path
 
 try:
-    from grpo.config import MAPPINGS, ConfigError, check_values, describe, load
+    from grpo.config import MAPPINGS, ConfigError, check_values, describe, load, unusable
     from trainer.config import RunConfig, SftConfig, TrainConfig
     from trainer.death import STOPPED, Notice, Stopped
     from trainer.pulse import Pulse
@@ -52,12 +52,18 @@ def settings_page() -> str:
     return "\n".join(lines)
 
 
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> None:
+        """What argparse says in several lines, as one sentence."""
+        raise ConfigError(f"{self.prog}: {message}; {self.prog} --help tells what it takes.")
+
+
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """The command and its arguments; argparse exits with 2 where they do not fit."""
+    """The command and its arguments; raises ConfigError where they do not fit."""
     raw = argparse.RawDescriptionHelpFormatter
     about = "GRPO for language models, in one process or in N: torchrun --nproc-per-node N -m trainer ..."
     epilog = f"{settings_help(TrainConfig)}\n\nThose of sft: python -m trainer sft --help"
-    parser = argparse.ArgumentParser("python -m trainer", description=about, epilog=epilog, formatter_class=raw)
+    parser = Parser("python -m trainer", description=about, epilog=epilog, formatter_class=raw)
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     for name, (schema, about) in COMMANDS.items():
         texts = {"help": about, "description": about, "epilog": settings_help(schema)}
@@ -68,7 +74,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     command = commands.add_parser("export", help="write a run's checkpoint as a Hugging Face folder")
     command.add_argument("folder", metavar="run", type=Path, help="the run's folder")
     command.add_argument("out", type=Path, help="the folder to write")
-    command.add_argument("--step", type=step_or_best, help="the checkpoint's step, or best; the newest otherwise")
+    command.add_argument("--step", type=number_or_best, help="the checkpoint's step, or best; the newest otherwise")
     command.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
     command.add_argument("--shard-size", default="50GB", metavar="SIZE", help="the largest file, such as 5GB")
     command.add_argument("--adapters", action="store_true", help="write a LoRA run's adapters alone, as a PEFT folder")
@@ -79,7 +85,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     command.add_argument("model", help="a run's folder, or a model: a Hugging Face folder or hub name")
     command.add_argument("config", nargs="?", help="YAML file of settings of train; a run's own where it is left out")
     command.add_argument("overrides", nargs="*", metavar="key=value", help="settings that win over the file")
-    command.add_argument("--step", type=step_or_best, help="the run's checkpoint, or best; the newest otherwise")
+    command.add_argument("--step", type=number_or_best, help="the run's checkpoint, or best; the newest otherwise")
     command.add_argument("--k", type=int, action="append", help="of pass@k, or several so; otherwise powers of two")
     command.add_argument("--by", metavar="COLUMN", help="scores for each value of a column of the data as well")
     command.add_argument("--out", type=Path, help="the JSON to write; otherwise eval.json in the run's folder, or here")
@@ -89,7 +95,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     command = commands.add_parser("generate", help=about, description=about)
     command.add_argument("model", help="a run's folder, or a model: a Hugging Face folder or hub name")
     command.add_argument("prompt", nargs="?", help="what to answer; otherwise standard input, or a chat in a terminal")
-    command.add_argument("--step", type=step_or_best, help="the run's checkpoint, or best; the newest otherwise")
+    command.add_argument("--step", type=number_or_best, help="the run's checkpoint, or best; the newest otherwise")
     command.add_argument("--temperature", type=float, default=1.0, help="divides the logits; 0: greedy (default 1)")
     command.add_argument("--max-tokens", type=int, default=1024, help="longest answer (default 1024)")
     command.add_argument("--system", help="the system message, for models with a chat template")
@@ -118,13 +124,14 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     elif len(rest) == 1 and getattr(given, "prompt", "") is None and not rest[0].startswith("--"):
         given.prompt = rest[0]
     elif rest:
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        form = ", settings are written as key=value" * ("overrides" in given)
+        parser.error(f"unrecognized arguments: {' '.join(rest)}{form}")
     if "overrides" in given and "=" in (given.config or ""):  # a setting in the place of the file
         given.config, given.overrides = None, [given.config, *given.overrides]
     return given
 
 
-def step_or_best(text: str) -> int | str:
+def number_or_best(text: str) -> int | str:
     """What --step may be."""
     return text if text == "best" else int(text)
 
@@ -134,7 +141,7 @@ def train(command: str, config_path: str | None, overrides: list[str]) -> None:
     if command == "data":
         return show_data(config_path, overrides)
     config = load(COMMANDS[command][0], config_path, overrides)
-    with Notice(config.checkpoint.grace_seconds) as notice:
+    with Notice(config.checkpoint.grace_seconds, config.timeout_seconds) as notice:
         train_on(command, config, notice)
 
 
@@ -145,11 +152,11 @@ def train_on(command: str, config: SftConfig | TrainConfig, notice: Notice) -> N
         from workers.dispatch import from_controller, on_controller
         from workers.models import family_of
         from workers.models.hub import check_weights, read_config
-        from workers.parallel.mesh import is_controller, join, leave, pick_device, take_threads
+        from workers.parallel.mesh import is_controller, join, leave, pick_device, read_world, take_threads
 
         quiet()
         pulse("checking the settings against the model and the device")
-        config.check(int(os.environ.get("WORLD_SIZE", 1)))
+        config.check(read_world())
         check_weights(config.model)
         device = pick_device(config.device)
         flops = family_of(read_config(config.model)).flops()
@@ -222,15 +229,15 @@ def evaluate(given: argparse.Namespace) -> None:
     if not config.data.eval:
         raise ConfigError("data.eval is not set, and there is nothing to evaluate on: name a CONFIG that has it.")
     for path in filter(None, (given.out, given.samples)):
-        if not path.parent.is_dir():
-            raise ConfigError(f"Cannot write {path}: there is no folder {path.parent}.")
+        if path.is_dir() or not path.parent.is_dir():
+            raise ConfigError(f"Cannot write {path}: give the name of a file, in a folder that is there.")
     with Pulse("importing torch and transformers") as pulse:
         from trainer.evaluate import evaluate
-        from workers.parallel.mesh import join, leave, pick_device
+        from workers.parallel.mesh import join, leave, pick_device, read_world
 
         quiet()
         check_values(config)
-        config.check_sampling(int(os.environ.get("WORLD_SIZE", 1)))
+        config.check_sampling(read_world())
         device = pick_device(config.device)
         join(device, config.timeout_seconds)
         evaluate(given, config, device, pulse)
@@ -239,7 +246,7 @@ def evaluate(given: argparse.Namespace) -> None:
 
 def generate(given: argparse.Namespace) -> None:
     """Answer a prompt with a model or a run's checkpoint, or chat."""
-    if given.temperature < 0 or given.max_tokens < 1:
+    if not given.temperature >= 0 or given.max_tokens < 1:
         raise ConfigError("--temperature must be at least 0, and --max-tokens at least 1.")
     with Pulse("importing torch and transformers", lambda text: print(text, file=sys.stderr, flush=True)) as pulse:
         from trainer.generate import generate
@@ -291,14 +298,15 @@ def quiet() -> None:
     datasets.disable_progress_bars()
     for name in ("torch.fx._symbolic_trace", "torch.distributed.tensor._redistribute"):
         logging.getLogger(name).setLevel(logging.ERROR)
+    logging.getLogger("datasets").setLevel(logging.CRITICAL)  # its errors are told in our own sentence
     warnings.filterwarnings("ignore", category=UserWarning, module="cutlass")
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # where one process reads a checkpoint
 
 
 def main() -> None:
     """Run a command; what the user can mend is printed as one sentence, with exit code 2."""
-    arguments = parse(sys.argv[1:])
     try:
+        arguments = parse(sys.argv[1:])
         arguments.run(arguments)
     except ConfigError as error:
         fail(error)
@@ -308,9 +316,15 @@ def main() -> None:
         sys.exit(130)
     except BrokenPipeError:  # whoever read what was printed has seen enough, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        import torch.distributed as dist
+
+        if not error.filename or (dist.is_initialized() and os.environ.get("RANK", "0") != "0"):
+            raise  # it may be of this rank alone, and another one says nothing
+        fail(unusable(error))
     except RuntimeError as error:
         if not (said := out_of_memory(error)):
-            tell_torchrun(str(error).split("\n")[0])
+            tell_torchrun(" ".join((str(error).split("\n")[0], *getattr(error, "__notes__", ())[:1])))
             raise
         traceback.print_exc()
         tell_torchrun(f"error: {said}")

@@ -14,7 +14,8 @@ from transformers import PreTrainedTokenizerBase
 import rewards
 from grpo.advantages import groups_with_signal
 from grpo.batch import Trajectory, lengths_of
-from grpo.config import ConfigError, to_yaml
+from grpo.config import ConfigError, to_yaml, without_secrets
+from grpo.conversation import Dialogue
 from grpo.data import Prompt, Prompts, PromptStream, load_held_out, load_prompts, overlap
 from trainer.config import TrainConfig, sizes_table
 from trainer.health import Health
@@ -24,8 +25,9 @@ from trainer.runs import Run
 from trainer.scores import powers, score
 from trainer.tracking import Tracker
 from trainer.transcript import pick, render
+from workers.conversation import Cast
 from workers.memory import Peaks
-from workers.models.hub import compute_dtype, read_config, read_tokenizer
+from workers.models.hub import compute_dtype, read_config, read_tokenizer, stop_tokens
 from workers.parallel.attention_backend import why_not_flash4
 from workers.parallel.mesh import count_shards, memory_for_each
 from workers.plan import OUTSIDE, Breakdown, Job, advice, predict
@@ -37,7 +39,8 @@ class Controller:
     def __init__(self, config: TrainConfig, device: torch.device, run: Run, peaks: Peaks, stack: ExitStack) -> None:
         self.config, self.run, self.peaks = config, run, peaks
         tokenizer = read_tokenizer(config.model)
-        prompts = load_prompts(config.data, tokenizer, "train")
+        cast = cast_of(config, tokenizer)
+        prompts = load_prompts(config.data, tokenizer, "train", tools=cast and cast.tools_of)
         check_reward_columns(config, prompts, "data.train")
         self.stream = PromptStream(prompts, config.batch.prompts_per_step, config.seed, config.data.shuffle)
         if run.data is not None:
@@ -47,12 +50,12 @@ class Controller:
         run.check_unfinished(config.steps)
         self.held_out: list[Prompt] = []
         self.sets: list[str] = []  # the name of each held-out prompt's set
-        sets = load_sets(config, tokenizer)
+        sets = load_sets(config, tokenizer, cast)
         for name, those in sets.items():
             self.held_out += those
             self.sets += [name] * len(those)
         said = run.begin()
-        self.tracker = Tracker(config.tracking, run.folder, config.steps, asdict(config), run.step)
+        self.tracker = Tracker(config.tracking, run.folder, config.steps, without_secrets(config), run.step)
         stack.enter_context(self.tracker)
         self.health = Health(self.tracker, run.folder, config.actor.skipped_limit)
         self.failures_told: dict[tuple, tuple[int, float]] = {}  # as describe_failures left it
@@ -151,6 +154,7 @@ def sample_row(trajectory: Trajectory) -> dict:
         "held_out": trajectory.held_out,
         "prompt": trajectory.prompt,
         "response": trajectory.response,
+        **({"turns": [asdict(turn) for turn in trajectory.turns]} if trajectory.turns else {}),
         "reward": trajectory.reward,
         **components,
         "finish_reason": trajectory.finish_reason,
@@ -158,36 +162,52 @@ def sample_row(trajectory: Trajectory) -> dict:
     }
 
 
-def load_sets(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, Prompts]:
-    """The held-out prompts of each set; raises ConfigError where a reward lacks a column, or an engine a prompt."""
-    sets = load_held_out(config.data, tokenizer)
+def cast_of(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> Cast | None:
+    """The environments of a run; None where each prompt has a single answer."""
+    if not config.converses:
+        return None
+    dialogue = Dialogue(tokenizer, config.data, stop_tokens(config.model))
+    return Cast(config.environment, config.environments.column, dialogue)
+
+
+def load_sets(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, cast: Cast | None = None) -> dict[str, Prompts]:
+    """The held-out prompts of each set; raises ConfigError where a reward lacks a column, or an engine a prompt.
+
+    Or where an environment cannot begin, one that `cast` knows already included.
+    """
+    cast = cast or cast_of(config, tokenizer)
+    sets = load_held_out(config.data, tokenizer, cast and cast.tools_of)
     for name, those in sets.items():
         check_reward_columns(config, those, f"data.eval.{name}" if name else "data.eval")
     engines, rows = dist.get_world_size() // config.rollout.tensor_parallel, sum(map(len, sets.values()))
     if sets and rows < engines:
         raise ConfigError(f"data.eval has {rows} rows, fewer than the {engines} engines.")
+    if cast is not None:
+        cast.rehearse(config.environments)
     return sets
 
 
 def describe_failures(
     trajectories: Sequence[Trajectory], step: int = 0, told: dict[tuple, tuple[int, float]] | None = None
 ) -> list[str]:
-    """What to say of the completions that could not be graded, a sentence for each reward and kind of failure.
+    """What to say of completions that could not be graded and of environments that failed, a sentence for each kind.
 
     told: when each was said, and of which share; again it is after 50 steps, or where the share has doubled.
     """
-    told, found, said = {} if told is None else told, defaultdict(list), []
+    told, found, said, held_out = {} if told is None else told, defaultdict(list), [], trajectories[0].held_out
     for trajectory in trajectories:
         for failure in trajectory.failures:
-            found[failure.reward, failure.kind, trajectory.held_out].append(failure)
+            found["completions could not be graded by", failure.reward, failure.kind, held_out].append(failure)
+        for failure in {error.kind: error for error in trajectory.errors}.values():
+            found["conversations met an error of", failure.reward, failure.kind, held_out].append(failure)
     for key, (first, *others) in found.items():
         count, (before, share) = 1 + len(others), told.get(key, (step, 0.0))
         if share and count < 2 * share * len(trajectories) and step - before < 50:
             continue
         told[key] = step, count / len(trajectories)
         said.append(
-            f"{count} of {len(trajectories)} completions could not be graded by {first.reward} ({first.kind}: "
-            f"{first.message}), such as {first.completion[:200]!r}."
+            f"{count} of {len(trajectories)} {key[0]} {first.reward} ({first.kind}: {first.message}), such as "
+            f"{first.completion[:200]!r}."
         )
     return said
 

@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -18,17 +17,18 @@ from rich.table import Column, Table
 
 from grpo.algorithm import BatchConfig
 from grpo.batch import select
-from grpo.config import ConfigError
+from grpo.config import ConfigError, without_secrets
 from grpo.data import Prompt
 from trainer.card import versions
 from trainer.checkpoint import find_run, model_at
 from trainer.config import TrainConfig
-from trainer.controller import batch_metrics, describe_failures, load_sets, response_lengths, sample_row
+from trainer.controller import batch_metrics, cast_of, describe_failures, load_sets, response_lengths, sample_row
 from trainer.pulse import Pulse
 from trainer.record import valid_json
 from trainer.scores import answer_of, correct, mean_and_error, powers, score
 from trainer.trainer import start_engine
 from workers.config import ActorConfig
+from workers.conversation import Converser
 from workers.dispatch import from_controller, on_controller
 from workers.engines.files import serve_files
 from workers.models.hub import check_weights, read_tokenizer, stop_tokens
@@ -42,7 +42,7 @@ def evaluate(given: argparse.Namespace, config: TrainConfig, device: torch.devic
     pulse: what tells what is being done until samples are drawn. The process group must have been joined. Raises
     ConfigError for what cannot be evaluated.
     """
-    begun, n, settings = time.monotonic(), config.evaluation.samples_per_prompt, asdict(config)
+    begun, n, settings = time.monotonic(), config.evaluation.samples_per_prompt, without_secrets(config)
     with ExitStack() as stack:
         pulse("reading the model and the data")
         found = on_controller(lambda: stack.enter_context(model_at(given.model, given.step)))
@@ -58,15 +58,18 @@ def evaluate(given: argparse.Namespace, config: TrainConfig, device: torch.devic
         engine = start_engine(config, engines)
         stack.callback(engine.shutdown)
         serve_files(engine, config.model, device, verify=config.rollout.verify_every > 0)
-        stop, grade, tell = stop_tokens(config.model), None, None
+        stop, grade, tell, converse = stop_tokens(config.model), None, None, None
         if engines.tp_rank == 0:
-            grade = stack.enter_context(Grader(config.rewards, read_tokenizer(config.model), stop))
+            tokenizer = read_tokenizer(config.model)
+            grade = stack.enter_context(Grader(config.rewards, tokenizer, stop))
+            if cast := cast_of(config, tokenizer):
+                converse = stack.enter_context(Converser(cast, config.environments, config.rollout))
         pulse.end()
         if prompts:
             progress = stack.enter_context(Progress(console=Console(stderr=True), transient=True))
             task = progress.add_task("samples")
             tell = lambda done, total, _: progress.update(task, completed=done, total=total)  # noqa: E731
-        rollout = RolloutWorker(config.rollout, engine, engines, stop, config.seed, grade, tell)
+        rollout = RolloutWorker(config.rollout, engine, engines, stop, config.seed, grade, tell, converse)
         rollout.version = version  # it decides the draws, which are those of an evaluation in training
         batch = rollout.generate(prompts, n, config.evaluation.temperature, held_out=True)
     if batch is None:

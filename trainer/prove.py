@@ -170,13 +170,13 @@ def one_update(
 
 
 def random_batch(config: TrainConfig) -> TensorDict:
-    """Samples of 8 to 24 random tokens, of which the first 4 are the prompt, with rewards of 0, 1/2 and 1."""
+    """Samples of 8 to 24 random tokens, of which 4 are the prompt and others observed; rewards of 0, 1/2 and 1."""
     random, vocabulary = torch.Generator().manual_seed(config.seed), read_config(config.model).vocab_size
     groups, size = 16, max(1, min(4, config.batch.samples_per_prompt))
     lengths = torch.randint(8, 25, (groups * size,), generator=random).tolist()
     fields = {
         "tokens": jagged([torch.randint(0, vocabulary, (n,), generator=random) for n in lengths]),
-        "response_mask": jagged([torch.arange(n) >= 4 for n in lengths]),
+        "response_mask": jagged([(torch.arange(n) >= 4) & (torch.arange(n) // 2 % 5 != 4) for n in lengths]),
         "noise": jagged([0.1 * torch.randn(n, generator=random) for n in lengths]),
         "rewards": torch.randint(0, 3, (groups * size,), generator=random) / 2,
         "truncated": torch.rand(groups * size, generator=random) < 0.2,

@@ -23,13 +23,14 @@ from grpo.advantages import (
 )
 from trainer.checkpoint import Checkpoints
 from trainer.config import TrainConfig
-from trainer.controller import Controller, advantage_metrics, batch_metrics, job_of, response_lengths
+from trainer.controller import Controller, advantage_metrics, batch_metrics, cast_of, job_of, response_lengths
 from trainer.death import Notice
 from trainer.pulse import Pulse
 from trainer.runs import Run
 from trainer.scores import correct
 from trainer.tracking import Stopwatch
 from workers.actor import ActorWorker
+from workers.conversation import Converser, conversation_metrics
 from workers.dispatch import from_controller, on_controller
 from workers.engines.protocol import Engine
 from workers.engines.torch_engine import share_of_memory
@@ -60,11 +61,14 @@ class Trainer:
             layout = make_training_layout(device, config.actor.replicate, config.actor.tensor_parallel)
             engines = make_inference_layout(device, config.rollout.tensor_parallel)
             temperature, stop = config.rollout.temperature, stop_tokens(config.model)
-            self.ref = self.teacher = grade = None
+            self.ref = self.teacher = grade = converse = None
             # A reward that fails its own examples is refused before anything heavy is loaded.
             if engines.tp_rank == 0:
                 with self.watch("rewards_start"):
-                    grade = stack.enter_context(Grader(config.rewards, read_tokenizer(config.model), stop))
+                    tokenizer = read_tokenizer(config.model)
+                    grade = stack.enter_context(Grader(config.rewards, tokenizer, stop))
+                    if cast := cast_of(config, tokenizer):
+                        converse = stack.enter_context(Converser(cast, config.environments, config.rollout))
             # The engine before the actor, as it takes its share of the memory that it finds free.
             with self.watch("engine_start"):
                 engine = start_engine(config, engines, run.folder / f"engine-{engines.dp_rank}.log")
@@ -78,8 +82,8 @@ class Trainer:
                     self.ref = RefWorker(config.model, config.actor, layout, temperature, self.actor.policy)
                 if config.teacher is not None:
                     self.teacher = RefWorker(config.teacher, config.actor, layout, temperature, name="teacher")
-            progress = self.controller.tracker.progress if self.controller else None
-            self.rollout = RolloutWorker(config.rollout, engine, engines, stop, config.seed, grade, progress)
+            how = grade, self.progress, converse
+            self.rollout = RolloutWorker(config.rollout, engine, engines, stop, config.seed, *how)
             refs = [ref for ref in (self.ref, self.teacher) if ref is not None]
             self.sharding = ShardingManager(self.actor, self.rollout, refs, peaks)
             self.checkpoints = Checkpoints(run.folder, config, self.notice)
@@ -182,6 +186,7 @@ class Trainer:
         self.controller.show(self.step, self.rollout.trajectories)
         right = correct(batch, self.config.accuracy_reward)
         metrics = batch_metrics(batch) | self.controller.judge(batch, right)
+        metrics |= conversation_metrics(self.rollout.trajectories)
         metrics["time/sync"] = self.sharding.metrics["time/sync"]
         return {f"eval/{name}": value for name, value in metrics.items()}
 
@@ -190,6 +195,12 @@ class Trainer:
         times = self.watch.metrics()
         # No metrics where there is nothing to evaluate before the first step.
         on_controller(lambda: metrics and self.controller.record(self.step, metrics | times, batch))
+
+    def progress(self, *news: int) -> None:
+        """Take news of the rollout, to show and as a sign of life."""
+        self.notice.beat()
+        if self.controller:
+            self.controller.tracker.progress(*news)
 
     def say(self, what: str | None) -> None:
         if self.controller and what:

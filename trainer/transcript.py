@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from itertools import groupby
 
-from grpo.batch import Trajectory
+from grpo.batch import CUT, Ending, Trajectory
 
 LONGEST = 600
 """Characters that are shown of a text."""
@@ -32,9 +32,10 @@ def render(step: int, trajectories: Sequence[Trajectory]) -> str:
         if len(trajectory.components) > 1:
             shown = {name: "none" if value is None else f"{value:.3f}" for name, value in trajectory.components.items()}
             about += f" ({', '.join(map(' '.join, shown.items()))})"
-        if trajectory.finish_reason != "stop":
-            about += f", cut ({trajectory.finish_reason})"
-        lines += [f"{about}:", _readable(trajectory.response)]
+        if (ending := trajectory.finish_reason) != Ending.STOP:
+            about += f", cut ({ending})" if ending in CUT else f" ({ending})"
+        said = "\n".join(f"{turn.role}: {turn.content}" for turn in trajectory.turns)
+        lines += [f"{about}:", _readable(said or trajectory.response)]
     return "\n".join([*lines, "---"])
 
 

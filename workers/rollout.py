@@ -12,16 +12,17 @@ import torch.distributed as dist
 from tensordict import TensorDict
 from transformers import PreTrainedTokenizerBase
 
-from grpo.batch import Trajectory, batch_of
+from grpo.batch import Ending, Trajectory, batch_of
 from grpo.config import ConfigError
 from grpo.data import Prompt
 from grpo.packing import balance
 from rewards import Group, RewardPool, RewardsConfig, check_examples
 from workers.config import ModelConfig
+from workers.conversation import Ask, conversation_metrics
 from workers.dispatch import Worker
 from workers.engines.config import RolloutConfig
-from workers.engines.protocol import Engine, Sampling
-from workers.parallel.mesh import InferenceLayout, make_store
+from workers.engines.protocol import Engine, Response, Sampling
+from workers.parallel.mesh import Counters, InferenceLayout
 
 TICK = 1.0  # seconds
 
@@ -65,11 +66,13 @@ class Grader:
 
     async def __call__(self, trajectory: Trajectory, group: Group) -> None:
         """Set response, reward, components and failures of a trajectory that is sampled to its end."""
-        sampled = trajectory.tokens[trajectory.mask].tolist()
-        if sampled and sampled[-1] in self.stop:
-            sampled.pop()
-        trajectory.response = self.tokenizer.decode(sampled)
-        graded = self.pool.submit(trajectory.response, trajectory.info, trajectory.prompt, group)
+        if not trajectory.turns:
+            sampled = trajectory.tokens[trajectory.mask].tolist()
+            if sampled and sampled[-1] in self.stop:
+                sampled.pop()
+            trajectory.response = self.tokenizer.decode(sampled)
+        row = trajectory.info | trajectory.outcome
+        graded = self.pool.submit(trajectory.response, row, trajectory.prompt, group)
         grade = await asyncio.wrap_future(graded)
         trajectory.reward, trajectory.components = grade.total, grade.components
         trajectory.failures = grade.failures
@@ -107,8 +110,9 @@ class _Task:
 class RolloutWorker(Worker):
     """Samples with whatever weights its engine holds. `version` is theirs; the ShardingManager sets it.
 
-    grade: gives a trajectory, one of a group, its reward, on the engine's rank, as soon as it is sampled. progress:
-    called on the controller with samples done, samples in all and tokens done, whenever there is news. What was sampled
+    grade: gives a trajectory, one of a group, its reward, on the engine's rank, as soon as it is sampled. converse:
+    carries it through the turns of a conversation; None where each prompt has a single answer. progress:
+    called with samples done, samples in all and tokens done of all engines, every TICK and at the end. What was sampled
     last stands in `trajectories` on the controller, and what there is to say of it in `metrics`.
     """
 
@@ -121,11 +125,12 @@ class RolloutWorker(Worker):
         seed: int,
         grade: Callable[[Trajectory, Group], Awaitable[None]] | None = None,
         progress: Callable[[int, int, int], None] | None = None,
+        converse: Callable[[Trajectory, Ask], Awaitable[None]] | None = None,
     ) -> None:
         super().__init__(layout)
         self.config, self.engine, self.stop, self.seed = config, engine, stop, seed
-        self.grade, self.progress = grade, progress
-        self.store = make_store()
+        self.grade, self.progress, self.converse = grade, progress, converse
+        self.store = Counters()
         self.version = -1
         self.rounds: dict[bool, tuple[int, int]] = {}  # held out or not: the last version sampled from, how often
         self.trajectories: list[Trajectory] = []
@@ -146,6 +151,7 @@ class RolloutWorker(Worker):
         version, rounds = self.rounds.get(held_out, (None, 0))
         self.rounds[held_out] = self.version, rounds + 1 if version == self.version else 1
         done, begun, waited = [], time.perf_counter(), 0.0
+        self.sampled_at = begun
         if self.layout.tp_rank == 0:
             done = self.engine.run(self._roll_out(task))
             waited = max(0.0, time.perf_counter() - self.sampled_at)
@@ -157,6 +163,7 @@ class RolloutWorker(Worker):
         self.trajectories = sorted(itertools.chain.from_iterable(of_engines), key=lambda t: t.group)
         if len(self.trajectories) != len(prompts) * samples:
             raise RuntimeError(f"{len(self.trajectories)} samples came back of {len(prompts)} prompts x {samples}.")
+        self.metrics |= conversation_metrics(self.trajectories)
         return batch_of(self.trajectories)
 
     def _bubble(self, seconds: float) -> float:
@@ -186,6 +193,8 @@ class RolloutWorker(Worker):
                     for _ in range(task.samples):
                         await room.acquire()
                     if (index := next(mine, None)) is None:
+                        for _ in range(task.samples):  # which further turns have a use for
+                            room.release()
                         break
                     groups.append(tasks.create_task(self._sample_group(task, index, room)))
         except BaseExceptionGroup as errors:
@@ -220,17 +229,36 @@ class RolloutWorker(Worker):
         trajectory = Trajectory(prompt.tokens, index, task.held_out, prompt.row, prompt.text)
         # A function of what is sampled alone, so that a resumed run samples what the unbroken one did.
         _, rounds = self.rounds[task.held_out]
-        seed = hash((self.seed, self.version, task.held_out, rounds, index, sample)) % 2**31
-        limits = self.config.top_p, self.config.top_k, self.config.max_response_tokens
-        sampling = Sampling(task.temperature, *limits, self.stop, seed, tuple(self.config.stop))
-        try:
-            response = await self.engine.sample(prompt.tokens, sampling)
-        finally:
-            room.release()
-        self.sampled_at = time.perf_counter()
-        trajectory.add_sampled(response.tokens, response.logprobs, self.version)
-        trajectory.finish_reason = response.finish_reason
-        self.sampled += len(response.tokens)
+        numbers = (self.seed, self.version, task.held_out, rounds, index, sample)
+        asked = 0
+
+        async def ask(most: int) -> Response:
+            """Have the policy go on with at most `most` tokens. While its environment works, others have the room."""
+            nonlocal asked
+            seed = hash((*numbers, asked) if asked else numbers) % 2**31
+            limits = self.config.top_p, self.config.top_k, most
+            sampling = Sampling(task.temperature, *limits, self.stop, seed, tuple(self.config.stop))
+            if asked:
+                await room.acquire()
+            asked += 1
+            try:
+                response = await self.engine.sample(trajectory.tokens.tolist(), sampling)
+            finally:
+                room.release()
+            self.sampled_at = time.perf_counter()
+            trajectory.add_sampled(response.tokens, response.logprobs, self.version)
+            trajectory.finish_reason = Ending(response.finish_reason)
+            self.sampled += len(response.tokens)
+            return response
+
+        if self.converse is None:
+            await ask(self.config.max_response_tokens)
+        else:
+            try:
+                await self.converse(trajectory, ask)
+            finally:
+                if not asked:
+                    room.release()  # its environment never began
         if self.grade is not None:
             await self.grade(trajectory, group)
         self.done += 1

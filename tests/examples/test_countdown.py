@@ -204,7 +204,8 @@ def test_the_command_line_fills_the_folder(tmp_path):
     assert subprocess.run([*command[:-3], "easy"], capture_output=True).returncode == 2
 
 
-def test_the_script_begins_anew_or_goes_on_with_what_is_there(tmp_path):
+@pytest.mark.parametrize("script", ["run_countdown.sh", "run_conversation.sh"])
+def test_the_script_begins_anew_or_goes_on_with_what_is_there(script, tmp_path):
     examples, python, calls = tmp_path / "examples", tmp_path / "bin/python", tmp_path / "calls"
     shutil.copytree(Path(__file__).parents[2] / "examples", examples, ignore=shutil.ignore_patterns("*.py"))
     (tmp_path / "setup.py").touch()
@@ -216,7 +217,7 @@ def test_the_script_begins_anew_or_goes_on_with_what_is_there(tmp_path):
     def run(*arguments: str) -> list[str]:
         """The names of the files and runs that are made, each but the first with what becomes of an earlier one."""
         calls.unlink(missing_ok=True)
-        command = ["bash", examples / "run_countdown.sh", "steps=2", *arguments]
+        command = ["bash", examples / script, "steps=2", *arguments]
         subprocess.run(command, check=True, env=environment, capture_output=True)
         asked = [line for line in calls.read_text().splitlines() if not line.startswith(("-c", "-m pip"))]
         assert all(argument in asked[-1].split() for argument in ("train", "steps=2", *arguments))

@@ -81,6 +81,44 @@ def test_the_tutorial_can_be_copied_line_by_line(model, place):
     assert "pass@" in said
 
 
+def test_the_page_on_environments_can_be_copied_line_by_line(model, place):
+    game, tools = blocks("environments.md", "python")
+    [config] = blocks("environments.md", "yaml")
+    by_hand, data, train = blocks("environments.md", "bash")
+    (place / "my_game").mkdir()
+    for name, text in (("nim.py", game), ("tools.py", tools), ("nim.yaml", config)):
+        (place / "my_game" / name).write_text(text)
+    said = bash(by_hand + data, place).splitlines()
+    assert said == [
+        "There are 6 stones. Take 1 to 3 of them: answer with a number.",
+        "('I take 1, which leaves 3.', 0.0, False)",
+        "('', 1.0, True)",
+    ]
+    short = [
+        *SMALL,
+        "data.max_prompt_tokens=200",
+        "rollout.max_response_tokens=160",
+        "environments.max_turn_tokens=4",
+        "environments.max_turns=3",
+    ]
+    said = bash(train.replace("model.path=$model", f"model.path={model} {' '.join(short)}"), place)
+    turns = re.findall(r"^ *(assistant|user): (['\"].*)", said, re.M)
+    assert [role for role, _ in turns] == ["assistant", "user"] * (len(turns) // 2) + ["assistant"]
+    assert len(turns) == 5
+    assert "That is no move. There are" in turns[1][1]
+    rows = metrics_of(place / "runs/nim")
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert rows[1]["environment/turns"] == 3
+    rehearse = """
+from environments import EnvironmentsConfig, find, rehearse, validate
+config = EnvironmentsConfig(files=["my_game/tools.py"])
+validate(config, "shop")
+rehearse(config, {"shop": {"prices": {"tea": 3.0}, "prompt": "Buy tea."}, "calculator": {"prompt": "Add."}})
+print(*find("shop").tools, *find("calculator").tools)
+"""
+    assert bash(f"python - <<'END'{rehearse}END", place) == "price add\n"
+
+
 def write_trl(folder: Path) -> None:
     messages = [[{"role": "user", "content": f"What is {n} + 3?"}] for n in range(8)]
     rows = [{"prompt": prompt, "answer": str(n + 3)} for n, prompt in enumerate(messages)]

@@ -24,6 +24,19 @@ def digits(completion: str, row: dict) -> float:
     return sum(word.isdigit() for word in words) / max(len(words), 1)
 """
 
+# Answers with numbers of the text, pays for even ones, ends by chance of the text, and does not bear a 9.
+CHATTER = """
+from environments import register
+
+@register("chatter")
+class Chatter:
+    def step(self, text: str):
+        numbers = [int(word) for word in text.split() if word.isdigit()]
+        if 9 in numbers:
+            raise ValueError("nine")
+        return f"{sum(numbers) % 100} +", sum(n % 2 == 0 for n in numbers) / 10, sum(numbers) % 4 == 3
+"""
+
 
 @pytest.fixture(scope="session")
 def countdown(tmp_path_factory) -> Path:
@@ -36,7 +49,17 @@ def countdown(tmp_path_factory) -> Path:
         make_model("qwen3", hidden=32, layers=2, feed_forward=64, tied=tied).save_pretrained(folder / name)
         make_tokenizer().save_pretrained(folder / name)
     (folder / "graders.py").write_text(GRADERS)
+    (folder / "chatter.py").write_text(CHATTER)
     return folder
+
+
+@pytest.fixture(scope="session")
+def chatter(countdown) -> list[str]:
+    """Overrides that make conversations of up to 4 turns of the shortest run."""
+    limits = ["environments.max_turns=4", "environments.max_turn_tokens=5", "environments.processes=1"]
+    file = f"environments.files=[{countdown / 'chatter.py'}]"
+    return ["environment=chatter", file, *limits, "rewards.weights={environment: 1.0, digits: 0.5}",
+            "rollout.max_response_tokens=32"]  # fmt: skip
 
 
 @pytest.fixture(scope="session")

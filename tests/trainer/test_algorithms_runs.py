@@ -161,12 +161,6 @@ def test_groups_are_judged_by_the_reward_that_is_named(start, graders, learned):
     assert row["groups/no_signal"] == sum(silent) / 4 > sum(equal) / 4
 
 
-def test_a_signal_is_of_one_of_the_rewards(run_main, settings, capsys):
-    assert run_main("train", *settings["train"], "algorithm.signal_reward=exact") == 2
-    says = "algorithm.signal_reward='exact' is none of rewards.weights: use one of digits, countdown."
-    assert says in " ".join(capsys.readouterr().err.split())
-
-
 @pytest.mark.parametrize("ungraded", ["left_out", "zero"])
 def test_what_could_not_be_graded_is_left_out_unless_it_is_to_count_as_zero(ungraded, start, graders, learned):
     weights = "rewards.weights={faulty: 1.0, digits: 0.0, countdown: 0.0}"
@@ -192,7 +186,7 @@ def test_a_steps_gap_to_the_rollout_is_that_before_its_first_update(ratio_to, st
         assert row["rollout/logprob_gap_max"] < 1e-4
 
 
-def test_every_metric_of_a_run_is_explained_and_every_name_explained_exists(start, countdown):
+def test_every_metric_of_a_run_is_explained_and_every_name_explained_exists(start, countdown, chatter):
     page, evaluations, _ = (DOCS / "metrics.md").read_text().partition("## Evaluations")
     assert evaluations
     named = re.findall(r"^\| (`[^|]*`) \|", page, re.MULTILINE)
@@ -200,7 +194,8 @@ def test_every_metric_of_a_run_is_explained_and_every_name_explained_exists(star
     choices = ["algorithm.preset=dapo", "algorithm.kl_coefficient=0.1", "algorithm.correction=truncate"]
     choices += ["algorithm.reject_high=2", "algorithm.off_policy_mask=0.1", f"algorithm.teacher={countdown / 'model'}"]
     choices += ["batch.minibatches_per_step=2", "actor.max_tokens_per_microbatch=64"]
-    found = set().union(*(row.keys() for row in rows_of(start("train", "run", *choices))))
+    runs = start("train", "run", *choices), start("train", "conversations", *chatter)
+    found = set().union(*(row.keys() for run in runs for row in rows_of(run)))
     found = {name.removeprefix("eval/") for name in found} - {"step", "accuracy", "pass@1"}
     patterns = {name: re.compile(re.sub("NAME|PHASE|PART", "[a-z_]+", name)) for name in names}
     assert [name for name in found if not any(pattern.fullmatch(name) for pattern in patterns.values())] == []
