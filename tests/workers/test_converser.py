@@ -15,7 +15,7 @@ from grpo.conversation import Dialogue
 from grpo.data import Prompt
 from grpo.data_config import DataConfig
 from rewards import RewardsConfig, validate
-from tests.grpo.test_conversation import CHATML, tokenizer  # noqa: F401 - a fixture
+from tests.grpo.test_dialogue import CHATML, tokenizer  # noqa: F401 - a fixture
 from workers.actor import ActorWorker
 from workers.config import ActorConfig, ModelConfig
 from workers.conversation import Cast, Converser, conversation_metrics
