@@ -24,7 +24,7 @@ from examples.countdown import make_model, make_tokenizer, write_lines
 
 TURNS = 6
 WIDTHS = range(16, 25)  # how many numbers there are to choose from
-LOWEST = range(1, 17)
+HIGHEST = 40  # of all prompts: a number that only one of them has could not be learned from others
 HELD_OUT = 40  # prompts
 DEMONSTRATIONS = 24_000
 LISTENS = 0.25  # share of players
@@ -33,7 +33,7 @@ LISTENS = 0.25  # share of players
 def rows(seed: int) -> tuple[list[dict], list[dict]]:
     """All rows as (training, held out), in a random order: each number of each prompt, two of each held-out one."""
     rng = random.Random(f"numbers {seed}")
-    bounds = [(low, low + width + 1) for low, width in itertools.product(LOWEST, WIDTHS)]
+    bounds = [(low, low + width + 1) for width in WIDTHS for low in range(1, HIGHEST - width)]
     rng.shuffle(bounds)
 
     def of(low: int, high: int, count: int) -> list[dict]:

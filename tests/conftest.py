@@ -17,9 +17,11 @@ from rewards import registry as rewards
 def own_names() -> Iterator[None]:
     """What a test's own files register is gone after it: another test's may have rewards of the same names."""
     yield
+    temporary, ours = Path(tempfile.gettempdir()), Path(__file__).parents[1]  # which may be in it as well
     for registry in (rewards.REGISTRY, environments.REGISTRY):
-        for name in [name for name, each in registry.items() if Path(tempfile.gettempdir()) in each.file.parents]:
-            del registry[name]
+        for name, folders in [(name, each.file.parents) for name, each in registry.items()]:
+            if temporary in folders and ours not in folders:
+                del registry[name]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -60,7 +60,7 @@ def test_rows_hold_each_number_and_no_prompt_is_trained_on_and_held_out():
     assert rows(seed=1) != (training, held_out)
     prompts, others = {row["prompt"] for row in training}, {row["prompt"] for row in held_out}
     assert not prompts & others
-    assert (len(prompts), len(others), len(held_out)) == (104, 40, 80)
+    assert (len(prompts), len(others), len(held_out)) == (131, 40, 80)
     for row in training + held_out:
         low, high = bounds(row)
         assert low < row["number"] < high
