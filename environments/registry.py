@@ -172,7 +172,7 @@ class EnvironmentsConfig:
     )
     options: dict[str, Any] = field(
         default_factory=dict,
-        metadata={"doc": "Environment name -> its keyword options, such as {guess: {highest: 9}}."},
+        metadata={"doc": "Environment name -> its keyword options, such as {guess: {mute: true}}."},
     )
     files: list[str] = field(
         default_factory=list,
