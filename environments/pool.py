@@ -88,7 +88,7 @@ class Process:
             self.popen.wait(patience)
         self.kill()
         for thread in self._threads:
-            thread.join(GRACE)
+            thread.join(1.0)
 
     def rest(self) -> None:
         """End it if it takes no more conversations and has none left."""

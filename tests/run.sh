@@ -33,6 +33,6 @@ else
     read -r newest older <<< "$sglang_versions"
     with_sglang "$newest" -m sglang
     for version in $older; do
-        with_sglang "$version" -m sglang -k "not every_engine and not dies_or_hangs and not lives_through and not at_once"
+        with_sglang "$version" -m sglang -k "not every_engine and not dies_or_hangs and not lives_through and not at_once and not whichever_of and not listen_there"
     done
 fi

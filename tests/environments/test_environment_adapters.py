@@ -5,16 +5,18 @@ Two of them ask for versions of packages that others here forbid, so they are fe
 
 import asyncio
 import os
+import random
 import re
 import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from environments import EnvironmentPool, EnvironmentsConfig, Failed, rehearse
+from environments import EnvironmentPool, EnvironmentsConfig, Failed, adapters, rehearse
 from grpo.tasks import load_task
 
 GYMS = "gem-llm==0.1.0", "skyrl-gym==0.4.0"
@@ -94,6 +96,19 @@ def test_gem_plays_its_games_from_the_seed_of_a_row(gyms):
     assert said.endswith("Enter your first guess to start the game.\n\nEnter your next guess.")
     assert re.fullmatch(r"At turn 1, you guessed 2, and the target number is \w+ than 2.\nEnter .*", first[0])
     assert last[2]
+
+
+def test_gem_lets_nobody_draw_between_a_seed_and_what_is_drawn_from_it(monkeypatch):
+    class Game:
+        def reset(self, seed):
+            random.seed(seed)
+            time.sleep(0.01)
+            return str(random.random()), {}
+
+    monkeypatch.setattr(adapters, "_load", lambda path, package: lambda name: Game())
+    with ThreadPoolExecutor(8) as threads:
+        said = list(threads.map(lambda seed: adapters.Gem("any").reset({"seed": seed}), [1, 2, 3, 4] * 8))
+    assert len(set(said)) == 4
 
 
 def test_gem_takes_the_environment_of_a_row_and_options_of_the_game(gyms):

@@ -70,9 +70,6 @@ def test_a_slurm_job_that_is_told_to_end_is_queued_again_and_one_that_is_finishe
     again = start(*command, f"steps={last + 2}", **node_list)
     assert again.wait(300) == 0, again.said
     assert f"Going on after step {last} " in again.said
-    (tmp_path / "tasks").unlink()
-    refused = start(*command, "steps=0", **node_list)
-    assert refused.wait(300) == 1, refused.said
     assert (tmp_path / "requeued").read_text().count("\n") == 1
 
 

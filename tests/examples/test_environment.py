@@ -35,7 +35,7 @@ esac
 """
             )
             (bin_folder / name).chmod(0o755)
-        lines = f'set -euo pipefail; root={root}; source {SCRIPT} "{extras}"; echo "at $VIRTUAL_ENV"; {after}'
+        lines = f'set -euo pipefail; root={root}; source "{SCRIPT}" "{extras}"; echo "at $VIRTUAL_ENV"; {after}'
         environment = {"PATH": str(bin_folder), "HOME": os.environ.get("HOME", "/")} | (settings or {})
         return subprocess.run(["/usr/bin/bash", "-c", lines], env=environment, capture_output=True, text=True)
 
