@@ -197,8 +197,29 @@ def leave() -> None:
     time.sleep(0.1)
 
 
+def host_store() -> dist.Store:
+    """A store that the controller hosts, which lives on where torchrun, with its own, is killed; every rank takes part.
+
+    On one machine it listens at the loopback address alone.
+    """
+    if dist.get_world_size() == 1:
+        return dist.HashStore()
+    here, timeout, port, hosted = on_one_machine(), _get_default_store().timeout, 0, None
+    host = "127.0.0.1" if here else os.environ["MASTER_ADDR"]
+    if is_controller():
+        hosting = {"is_master": True, "wait_for_workers": False}
+        if here:
+            door = socket.create_server((host, 0))
+            port, hosting = door.getsockname()[1], hosting | {"master_listen_fd": door.detach()}
+        hosted = dist.TCPStore(host, port, timeout=timeout, **hosting)
+        port = hosted.port
+    ports = [port]
+    dist.broadcast_object_list(ports)
+    return hosted or dist.TCPStore(host, ports[0], timeout=timeout)
+
+
 class Counters(dist.Store):
-    """Numbers that all processes share and add to, in the process group's store.
+    """Numbers that all processes share and add to, in a store that the controller hosts; every rank must make them.
 
     Torch waits for the store's answer without an end where a cable is cut; here a thread waits, for which nobody waits
     longer than the store's timeout.
@@ -206,7 +227,7 @@ class Counters(dist.Store):
 
     def __init__(self) -> None:
         super().__init__()
-        self.store, self.asked = dist.PrefixStore("counters", _get_default_store()), queue.SimpleQueue()
+        self.store, self.asked = host_store(), queue.SimpleQueue()
         threading.Thread(target=self._answer, name="counters", daemon=True).start()
 
     def add(self, key: str, amount: int) -> int:
