@@ -86,9 +86,10 @@ class Converser:
             await talk.hold(ask)
             await talk.settle()
         except Failed as failure:
-            talk.fail(failure)
+            if failure.kind != "gone":  # by what it is gone is counted already
+                talk.fail(failure)
             trajectory.finish_reason = Ending.ERROR
-            talk.error = f"{failure.kind}: {failure}"
+            talk.error = f"{trajectory.errors[-1].kind}: {trajectory.errors[-1].message}"
         finally:
             talk.session.close()
         trajectory.waited = talk.session.waited

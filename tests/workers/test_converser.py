@@ -260,7 +260,8 @@ def test_a_step_that_fails_is_told_or_ends_the_conversation(hold, tokenizer, wha
     # Only an environment that is still there can go on.
     goes_on = what == "raise" and on_error == "tell"
     assert talk.finish_reason == (Ending.DONE if goes_on else Ending.ERROR)
-    assert bool(talk.outcome["environment"]["error"]) != goes_on
+    assert (says in (talk.outcome["environment"]["error"] or "")) != goes_on
+    assert len(talk.errors) == 1
     assert not batch["truncated"].any()
 
 
