@@ -5,6 +5,8 @@
 #                                           of SGLang only as far as one process shows it, to stay within half an hour
 #   bash tests/run.sh -k rewards            those of the rewards alone
 #   bash tests/run.sh -m sglang             those with the real SGLang, on a CPU, with each API generation it has
+#   bash tests/run.sh -m long               those of a minute or more, which the first line leaves out: several machines,
+#                                           clusters, wrong input under torchrun, engines that are killed (ten minutes)
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 # shellcheck source=examples/environment.sh
@@ -20,7 +22,11 @@ with_sglang() {
     (use_sglang "$1" && python -m pytest "${@:2}")
 }
 
-if [[ " $* " == *" -m sglang "* ]]; then
+read -r newest older <<< "$sglang_versions"
+if [ "$*" = "-m long" ]; then
+    python -m pytest "$@"
+    with_sglang "$newest" -m "sglang and long"
+elif [[ " $* " == *" -m sglang "* ]]; then
     for version in $sglang_versions; do
         with_sglang "$version" "$@"
     done
@@ -29,10 +35,9 @@ elif [ $# -gt 0 ]; then
 else
     ruff check .
     ruff format --check .
-    python -m pytest
-    read -r newest older <<< "$sglang_versions"
-    with_sglang "$newest" -m sglang
+    python -m pytest -m "not long"
+    with_sglang "$newest" -m "sglang and not long"
     for version in $older; do
-        with_sglang "$version" -m sglang -k "not every_engine and not dies_or_hangs and not lives_through and not at_once and not whichever_of and not listen_there"
+        with_sglang "$version" -m "sglang and not long" -k "not every_engine and not dies_or_hangs and not lives_through"
     done
 fi

@@ -13,7 +13,7 @@ import yaml
 from tests.reliability.conftest import Process, rows_of, steps_of
 from tests.trainer.conftest import countdown, settings  # noqa: F401 - fixtures
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 EXAMPLES = Path(__file__).parents[2] / "examples"
 COMMANDS = {  # on a cluster of this machine alone
     "srun": """

@@ -52,6 +52,7 @@ def test_wrong_input_gets_one_sentence(row, inputs, tmp_path, monkeypatch):
     assert not [path for path in inputs.rglob("*") if path not in before and "__pycache__" not in str(path)]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_the_same_under_torchrun_from_rank_0_alone(inputs, tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]

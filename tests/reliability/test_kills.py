@@ -155,6 +155,8 @@ def test_a_process_alone_that_hangs_is_ended_with_its_stack(begin, tmp_path):
 
 
 @pytest.mark.sglang
+@pytest.mark.long
+@pytest.mark.timeout(900)
 def test_whichever_of_sglangs_processes_is_killed_whenever_the_run_ends_and_goes_on(begin, tmp_path):
     chance, run, shared = random.Random(SEED), tmp_path / "run", set(os.listdir("/dev/shm"))
     settings = ["checkpoint.every=1", "checkpoint.resume=auto", "rollout.engine=sglang", "steps=500"]

@@ -308,6 +308,7 @@ def test_a_run_listens_on_the_loopback_address_alone(ranks, begin, tmp_path, mon
 
 
 @pytest.mark.sglang
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_engines_in_processes_of_their_own_listen_there_too(begin, tmp_path):
     engine = ["rollout.engine=sglang", "rollout.concurrent_samples=16"]

@@ -19,7 +19,7 @@ from tests.reliability.test_death import assert_all_gone
 from tests.reliability.test_kills import ports, roles
 from tests.trainer.conftest import assert_rows_close, deterministic
 
-pytestmark = [pytest.mark.reliability, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.long, pytest.mark.reliability, pytest.mark.timeout(900)]
 
 RUN = ["steps=8", "actor.replicate=2", "checkpoint.every=2", "actor.schedule=cosine", "algorithm.kl_coefficient=0.1"]
 RUN += ["evaluation.every=4", "tracking.samples_every=1", "checkpoint.resume=auto"]
