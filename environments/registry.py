@@ -1,17 +1,14 @@
 """Which environments there are, what each can be asked, and the settings of where they run."""
 
 import difflib
-import importlib
 import inspect
-import math
-import pkgutil
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any, Literal
+
+from rewards.loading import check_positive, import_file, import_folder, refuse_twin
 
 OWN = ("reset", "step", "get_reward", "close")
 """Methods of an environment that no policy calls as a tool."""
@@ -58,8 +55,8 @@ def register(name: str, *, seconds: float | None = None) -> Callable:
     prompt (text), or stands in its place (messages). seconds: a limit of its own for each call, in the place of
     environments.timeout_seconds. Raises ValueError for a name that is taken and for a class of neither form.
     """
-    if seconds is not None and not 0 < seconds < math.inf:
-        raise ValueError(f"Environment {name!r}: seconds is {seconds}: it must be a positive number.")
+    if seconds is not None:
+        check_positive(f"Environment {name!r}: seconds", seconds)
 
     def add(made: Any) -> Any:
         tools, form, options = {}, "tools", ()
@@ -83,11 +80,8 @@ def register(name: str, *, seconds: float | None = None) -> Callable:
             _check_tool(name, tool, function)
         if form == "text":
             _check_step(name, made)
-        place, known = (Path(file).resolve(), line), REGISTRY.get(name)
-        # The same line of the same file again is that file being imported a second time.
-        if known and (known.file, known.line) != place:
-            places = f"at {known.file}:{known.line} and at {place[0]}:{line}"
-            raise ValueError(f"Environment {name!r} is registered twice, {places}: give one of them another name.")
+        place = Path(file).resolve(), line
+        refuse_twin(REGISTRY, "Environment", name, *place)
         REGISTRY[name] = Environment(name, make, form, tools, options, seconds, *place)
         return made
 
@@ -122,8 +116,7 @@ def _check_tool(name: str, tool: str, function: Callable) -> None:
 
 def names() -> list[str]:
     """The names of all environments, sorted; imports the files of this folder, which register theirs."""
-    for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
-        importlib.import_module(f"environments.{module.name}")
+    import_folder("environments")
     return sorted(REGISTRY)
 
 
@@ -145,20 +138,9 @@ def load_file(path: str | Path) -> None:
     path = Path(path).expanduser().resolve()
     if any(environment.file == path for environment in REGISTRY.values()):
         return
-    if not path.is_file() or path.suffix != ".py":
-        raise ValueError(f"environments.files lists {path}, which is not a Python file: give the path of a .py file.")
-    names()  # those of this folder come first, so that a clash of names is blamed on this file
-    spec = spec_from_file_location(str(path), path)
-    sys.modules[str(path)] = module = module_from_spec(spec)
-    before = dict(REGISTRY)
-    try:
-        spec.loader.exec_module(module)
-    except ValueError:
-        raise
-    except (Exception, SystemExit) as error:
-        why = f"{type(error).__name__}: {error}"
-        raise ValueError(f"environments.files lists {path}, which fails to import with {why}") from error
-    if before.keys() == REGISTRY.keys():
+    before = names()  # those of this folder come first, so that a clash of names is blamed on this file
+    import_file(path, "environments.files")
+    if before == sorted(REGISTRY):
         way_out = 'put @register("name") on a class'
         raise ValueError(f"{path} is listed in environments.files but registers no environment: {way_out}.")
 
@@ -205,8 +187,7 @@ class EnvironmentsConfig:
 def validate(config: EnvironmentsConfig, name: str | None) -> None:
     """Import the files and raise a ValueError of one sentence for the first setting that cannot work."""
     for key in ("processes", "timeout_seconds", "memory_megabytes", "max_turns", "max_observation_tokens"):
-        if not 0 < (value := getattr(config, key)) < math.inf:
-            raise ValueError(f"environments.{key} is {value}: it must be a positive number.")
+        check_positive(f"environments.{key}", getattr(config, key))
     if config.max_turn_tokens is not None and config.max_turn_tokens < 1:
         raise ValueError(f"environments.max_turn_tokens is {config.max_turn_tokens}: give at least 1, or null.")
     if config.on_error not in ("tell", "end"):

@@ -14,7 +14,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from grpo.config import ConfigError
-from grpo.data import messages_of, render, tokenize
+from grpo.data import messages_of, render, text_of, tokenize
 from grpo.data_config import DataConfig
 
 ANSWER = "ANSWER-THAT-STANDS-HERE"
@@ -59,7 +59,7 @@ class Dialogue:
 
     def text_of(self, tokens: Sequence[int]) -> str:
         """A turn as text, without the token that ended it."""
-        return self.tokenizer.decode(tokens[:-1] if len(tokens) and tokens[-1] in self.stop else tokens)
+        return text_of(tokens, self.tokenizer, self.stop)
 
     def cut(self, text: str, most: int) -> tuple[str, bool]:
         """At most `most` tokens of what an environment said, and whether it was more."""

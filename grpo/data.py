@@ -6,8 +6,9 @@ Rows come from grpo/sources.py; a PromptStream decides the order in which the pr
 import json
 import random
 import string
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any
 
 import datasets
@@ -257,6 +258,11 @@ def tokenize(texts: list[str], tokenizer: Tokenizer, add_special_tokens: bool) -
         ) from error
 
 
+def text_of(tokens: Sequence[int], tokenizer: Tokenizer, stop: Collection[int]) -> str:
+    """What was sampled, as text, without the token of `stop` that ended it."""
+    return tokenizer.decode(tokens[:-1] if len(tokens) and tokens[-1] in stop else tokens)
+
+
 def _render(rows: datasets.Dataset, tokenizer: Tokenizer, config: DataConfig, tools: Tools | None) -> list[str]:
     if config.system is not None and not config.chat:
         raise ConfigError("data.system needs a chat template: set data.chat=true or write it into data.template.")
@@ -268,9 +274,9 @@ def _render(rows: datasets.Dataset, tokenizer: Tokenizer, config: DataConfig, to
     else:
         contents = _fill(config.template, rows)
     texts = []
-    for index, content in enumerate(contents):
-        messages = messages_of(content, config, f"row {index}")
-        texts.append(render(messages, tokenizer, config, tools(rows[index]) if tools else None))
+    schemas = map(tools, rows) if tools else repeat(None)
+    for index, (content, known) in enumerate(zip(contents, schemas, strict=False)):
+        texts.append(render(messages_of(content, config, f"row {index}"), tokenizer, config, known))
     return texts
 
 

@@ -2,17 +2,16 @@
 
 import difflib
 import functools
-import importlib
 import inspect
 import math
-import pkgutil
-import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
+
+from rewards.loading import check_positive, import_file, import_folder, refuse_twin
 
 RewardFunction = Callable[..., Any]
 NOT_GIVEN = ("completion_ids", "trainer_state", "log_metric", "log_extra")  # what only TRL's own trainer can pass
@@ -109,8 +108,8 @@ def register(
     """
     if isinstance(needs, str) or isinstance(imports, str):
         raise ValueError(f"Reward {name!r}: needs and imports are lists of names, such as needs=('answer',).")
-    if seconds is not None and not 0 < seconds < math.inf:
-        raise ValueError(f"Reward {name!r}: seconds is {seconds}: it must be a positive number.")
+    if seconds is not None:
+        check_positive(f"Reward {name!r}: seconds", seconds)
     if sees not in ("completion", "group"):
         raise ValueError(f"Reward {name!r}: sees is {sees!r}: it must be 'completion' or 'group'.")
 
@@ -119,11 +118,7 @@ def register(
         if sees == "group" and form == "plain":
             raise ValueError(f"Reward {name!r} sees its group: give it the parameters completions and rows, or TRL's.")
         file, line = Path(function.__code__.co_filename).resolve(), function.__code__.co_firstlineno
-        known = REGISTRY.get(name)
-        # The same line of the same file again is that file being imported a second time, not a second reward.
-        if known and (known.file, known.line) != (file, line):
-            places = f"at {known.file}:{known.line} and at {file}:{line}"
-            raise ValueError(f"Reward {name!r} is registered twice, {places}: give one of them another name.")
+        refuse_twin(REGISTRY, "Reward", name, file, line)
         shown = tuple(_read_example(name, example, options, sees == "group") for example in examples)
         all_needs = tuple(dict.fromkeys((*needs, *columns)))
         rest = tuple(imports), seconds, shown, file, line, check, sees
@@ -177,8 +172,7 @@ def _read_example(name: str, given: Any, options: Sequence[str], group: bool) ->
 
 def names() -> list[str]:
     """The names of all rewards, sorted; imports the files of this folder, which register theirs."""
-    for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
-        importlib.import_module(f"rewards.{module.name}")
+    import_folder("rewards")
     return sorted(REGISTRY)
 
 
@@ -216,20 +210,8 @@ def load_file(path: str | Path) -> None:
     path = Path(path).expanduser().resolve()
     if any(reward.file == path for reward in REGISTRY.values()):
         return
-    if not path.is_file() or path.suffix != ".py":
-        why = "which is not a Python file: give the path of a .py file"
-        raise ValueError(f"rewards.files (or --file) lists {path}, {why}.")
     names()  # the built-in rewards come first, so that a clash of names is blamed on this file
-    spec = spec_from_file_location(str(path), path)
-    # dataclasses and pickle look a class's module up there.
-    sys.modules[str(path)] = module = module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except ValueError:
-        raise
-    except (Exception, SystemExit) as error:
-        why = f"fails to import with {type(error).__name__}: {error}"
-        raise ValueError(f"rewards.files (or --file) lists {path}, which {why}; correct the file.") from error
+    import_file(path, "rewards.files (or --file)")
     if not any(reward.file == path for reward in REGISTRY.values()):
         raise ValueError(f'{path} is listed in rewards.files but registers no reward: put @register("name") on one.')
 
@@ -270,8 +252,7 @@ def validate(config: RewardsConfig) -> None:
     if not config.weights:
         raise ValueError("rewards.weights is empty: give at least one reward, such as rewards.weights.math=1.")
     for key in ("processes", "timeout_seconds", "memory_megabytes"):
-        if not 0 < (value := getattr(config, key)) < math.inf:
-            raise ValueError(f"rewards.{key} is {value}: it must be a positive number.")
+        check_positive(f"rewards.{key}", getattr(config, key))
     if config.memory_megabytes < 32:
         raise ValueError(f"rewards.memory_megabytes is {config.memory_megabytes}: Python alone needs 32 or more.")
     for file in config.files:
@@ -286,8 +267,7 @@ def validate(config: RewardsConfig) -> None:
             near = difflib.get_close_matches(name, config.weights, n=1, cutoff=0.0)[0]
             raise ValueError(f"rewards.{key} has {name!r}, which is not in rewards.weights: did you mean {near!r}?")
     for name, seconds in config.timeouts.items():
-        if not 0 < seconds < math.inf:
-            raise ValueError(f"rewards.timeouts.{name} is {seconds}: it must be a positive number.")
+        check_positive(f"rewards.timeouts.{name}", seconds)
     for name, options in config.options.items():
         if not isinstance(options, Mapping):
             raise ValueError(f"rewards.options.{name} is {options!r}: it must hold option: value settings.")

@@ -88,7 +88,8 @@ class Notice:
         number, interrupted, since, began = signal.SIGTERM, False, 0.0, time.time()
         still, seen = 0, None
         while True:
-            if not select.select([self._reader], [], [], TICK)[0]:
+            looking = self.asked or self.timeout < math.inf
+            if not select.select([self._reader], [], [], TICK if looking else None)[0]:
                 before, seen = seen, (self.beats, self._lines())
                 # Counted, as a process that was stopped for hours did not hang.
                 still = still + 1 if self.stepping and seen == before else 0

@@ -22,18 +22,17 @@ from grpo.data import Prompt
 from trainer.card import versions
 from trainer.checkpoint import find_run, model_at
 from trainer.config import TrainConfig
-from trainer.controller import batch_metrics, cast_of, describe_failures, load_sets, response_lengths, sample_row
+from trainer.controller import batch_metrics, describe_failures, load_sets, response_lengths, sample_row
 from trainer.pulse import Pulse
 from trainer.record import valid_json
 from trainer.scores import answer_of, correct, mean_and_error, powers, score
-from trainer.trainer import start_engine
+from trainer.trainer import start_engine, start_processes
 from workers.config import ActorConfig
-from workers.conversation import Converser
 from workers.dispatch import from_controller, on_controller
 from workers.engines.files import serve_files
 from workers.models.hub import check_weights, read_tokenizer, stop_tokens
 from workers.parallel.mesh import make_inference_layout
-from workers.rollout import Grader, RolloutWorker
+from workers.rollout import RolloutWorker
 
 
 def evaluate(given: argparse.Namespace, config: TrainConfig, device: torch.device, pulse: Pulse) -> None:
@@ -60,10 +59,7 @@ def evaluate(given: argparse.Namespace, config: TrainConfig, device: torch.devic
         serve_files(engine, config.model, device, verify=config.rollout.verify_every > 0)
         stop, grade, tell, converse = stop_tokens(config.model), None, None, None
         if engines.tp_rank == 0:
-            tokenizer = read_tokenizer(config.model)
-            grade = stack.enter_context(Grader(config.rewards, tokenizer, stop))
-            if cast := cast_of(config, tokenizer):
-                converse = stack.enter_context(Converser(cast, config.environments, config.rollout))
+            grade, converse = start_processes(config, stop, stack)
         pulse.end()
         if prompts:
             progress = stack.enter_context(Progress(console=Console(stderr=True), transient=True))

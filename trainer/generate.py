@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from grpo.config import ConfigError
-from grpo.data import render, tokenize
+from grpo.data import render, text_of, tokenize
 from grpo.data_config import DataConfig
 from trainer.checkpoint import model_at
 from trainer.pulse import Pulse
@@ -43,8 +43,8 @@ def generate(given: argparse.Namespace, device: torch.device, pulse: Pulse) -> N
         serve_files(engine, model, device)
     pulse.end()
 
-    def text_of(tokens: list[int]) -> str:
-        return tokenizer.decode(tokens[:-1] if tokens and tokens[-1] in stop else tokens)
+    def read(tokens: list[int]) -> str:
+        return text_of(tokens, tokenizer, stop)
 
     messages = [{"role": "system", "content": given.system}] if given.system else []
     while said := prompt or _ask():
@@ -55,8 +55,8 @@ def generate(given: argparse.Namespace, device: torch.device, pulse: Pulse) -> N
             raise ConfigError(f"The prompt has {len(tokens)} tokens, and the model reads 1 to {positions - 1}.")
         most = min(given.max_tokens, positions - len(tokens))
         sampling = Sampling(given.temperature, 1.0, 0, most, stop, given.seed + len(messages))
-        response = engine.run(_stream(engine, tokens, sampling, text_of))
-        messages.append({"role": "assistant", "content": text_of(response.tokens)})
+        response = engine.run(_stream(engine, tokens, sampling, read))
+        messages.append({"role": "assistant", "content": read(response.tokens)})
         if response.finish_reason == "length":
             print(f"(cut after {most} tokens)", file=sys.stderr)
         if prompt:
@@ -71,15 +71,15 @@ def _ask() -> str:
 
 
 async def _stream(
-    engine: TorchEngine, tokens: list[int], sampling: Sampling, text_of: Callable[[list[int]], str]
+    engine: TorchEngine, tokens: list[int], sampling: Sampling, read: Callable[[list[int]], str]
 ) -> Response:
     """The response to `tokens`, whose text is printed as it grows."""
     shown, task = "", asyncio.create_task(engine.sample(tokens, sampling))
     while not task.done():
         await asyncio.sleep(0)  # one token further
         for request in filter(None, engine.batch.rows):
-            if (text := text_of(request.tokens)).startswith(shown) and not text.endswith(UNDECIDED):
+            if (text := read(request.tokens)).startswith(shown) and not text.endswith(UNDECIDED):
                 print(text.removeprefix(shown), end="", flush=True)
                 shown = text
-    print(text_of(task.result().tokens).removeprefix(shown), flush=True)
+    print(read(task.result().tokens).removeprefix(shown), flush=True)
     return task.result()

@@ -61,14 +61,11 @@ class Trainer:
             layout = make_training_layout(device, config.actor.replicate, config.actor.tensor_parallel)
             engines = make_inference_layout(device, config.rollout.tensor_parallel)
             temperature, stop = config.rollout.temperature, stop_tokens(config.model)
-            self.ref = self.teacher = grade = converse = None
+            self.ref = self.teacher = grade = converse = None  # the last two on the ranks that lead an engine
             # A reward that fails its own examples is refused before anything heavy is loaded.
             if engines.tp_rank == 0:
                 with self.watch("rewards_start"):
-                    tokenizer = read_tokenizer(config.model)
-                    grade = stack.enter_context(Grader(config.rewards, tokenizer, stop))
-                    if cast := cast_of(config, tokenizer):
-                        converse = stack.enter_context(Converser(cast, config.environments, config.rollout))
+                    grade, converse = start_processes(config, stop, stack)
             # The engine before the actor, as it takes its share of the memory that it finds free.
             with self.watch("engine_start"):
                 engine = start_engine(config, engines, run.folder / f"engine-{engines.dp_rank}.log")
@@ -159,7 +156,7 @@ class Trainer:
         if not self.controller:
             return None, {}
         algorithm, batch = self.config.algorithm, join_rounds(rounds)
-        metrics = batch_metrics(batch, signal_of(batch, algorithm))
+        metrics = batch_metrics(batch, signal_of(batch, algorithm)) | conversation_metrics(self.rollout.trajectories)
         if algorithm.resample_rounds:
             metrics |= {"resampling/rounds": len(rounds) - 1, "resampling/groups": len(batch["group"].unique())}
             batch = keep_groups(batch, self.config.batch.prompts_per_step, algorithm)
@@ -185,8 +182,8 @@ class Trainer:
             return {}
         self.controller.show(self.step, self.rollout.trajectories)
         right = correct(batch, self.config.accuracy_reward)
-        metrics = batch_metrics(batch) | self.controller.judge(batch, right)
-        metrics |= conversation_metrics(self.rollout.trajectories)
+        metrics = batch_metrics(batch) | conversation_metrics(self.rollout.trajectories)
+        metrics |= self.controller.judge(batch, right)
         metrics["time/sync"] = self.sharding.metrics["time/sync"]
         return {f"eval/{name}": value for name, value in metrics.items()}
 
@@ -208,6 +205,13 @@ class Trainer:
 
     def is_due(self, every: int) -> bool:
         return self.config.is_due(self.step, every)
+
+
+def start_processes(config: TrainConfig, stop: tuple[int, ...], stack: ExitStack) -> tuple[Grader, Converser | None]:
+    """What grades samples and, where they are conversations, holds them; `stack` ends their processes."""
+    tokenizer = read_tokenizer(config.model)
+    grade, cast = stack.enter_context(Grader(config.rewards, tokenizer, stop)), cast_of(config, tokenizer)
+    return grade, cast and stack.enter_context(Converser(cast, config.environments, config.rollout))
 
 
 def start_engine(config: TrainConfig, layout: InferenceLayout, log: Path | None = None) -> Engine:

@@ -14,11 +14,11 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo.batch import Ending, Trajectory, batch_of
 from grpo.config import ConfigError
-from grpo.data import Prompt
+from grpo.data import Prompt, text_of
 from grpo.packing import balance
 from rewards import Group, RewardPool, RewardsConfig, check_examples
 from workers.config import ModelConfig
-from workers.conversation import Ask, conversation_metrics
+from workers.conversation import Ask
 from workers.dispatch import Worker
 from workers.engines.config import RolloutConfig
 from workers.engines.protocol import Engine, Response, Sampling
@@ -67,10 +67,7 @@ class Grader:
     async def __call__(self, trajectory: Trajectory, group: Group) -> None:
         """Set response, reward, components and failures of a trajectory that is sampled to its end."""
         if not trajectory.turns:
-            sampled = trajectory.tokens[trajectory.mask].tolist()
-            if sampled and sampled[-1] in self.stop:
-                sampled.pop()
-            trajectory.response = self.tokenizer.decode(sampled)
+            trajectory.response = text_of(trajectory.tokens[trajectory.mask].tolist(), self.tokenizer, self.stop)
         row = trajectory.info | trajectory.outcome
         graded = self.pool.submit(trajectory.response, row, trajectory.prompt, group)
         grade = await asyncio.wrap_future(graded)
@@ -163,7 +160,6 @@ class RolloutWorker(Worker):
         self.trajectories = sorted(itertools.chain.from_iterable(of_engines), key=lambda t: t.group)
         if len(self.trajectories) != len(prompts) * samples:
             raise RuntimeError(f"{len(self.trajectories)} samples came back of {len(prompts)} prompts x {samples}.")
-        self.metrics |= conversation_metrics(self.trajectories)
         return batch_of(self.trajectories)
 
     def _bubble(self, seconds: float) -> float:

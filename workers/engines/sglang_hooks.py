@@ -8,7 +8,6 @@ import importlib
 import json
 import os
 import signal
-import socket
 import threading
 from typing import Any
 
@@ -59,15 +58,15 @@ def leave_no_shared_memory() -> None:
 
 def listen_locally() -> None:
     """Have the store of torch that SGLang makes listen at the loopback address it asks for, not at all addresses."""
+    from workers.parallel.mesh import store_at
+
     rendezvous = importlib.import_module("torch.distributed.rendezvous")  # a function of that name hides it
     join = rendezvous._create_c10d_store
 
     def create(hostname: str, port: int, rank: int, world_size: int, timeout: Any, *args: Any, **kwargs: Any) -> Any:
         if rank:
             return join(hostname, port, rank, world_size, timeout, *args, **kwargs)
-        door = socket.create_server((hostname, port))
-        options = {"is_master": True, "timeout": timeout, "master_listen_fd": door.detach()}
-        return torch.distributed.TCPStore(hostname, port, world_size, **options)
+        return store_at(hostname, port, world_size=world_size, timeout=timeout)
 
     rendezvous._create_c10d_store = create
 

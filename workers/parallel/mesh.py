@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -204,18 +205,20 @@ def host_store() -> dist.Store:
     """
     if dist.get_world_size() == 1:
         return dist.HashStore()
-    here, timeout, port, hosted = on_one_machine(), _get_default_store().timeout, 0, None
+    here, timeout, hosted = on_one_machine(), _get_default_store().timeout, None
     host = "127.0.0.1" if here else os.environ["MASTER_ADDR"]
     if is_controller():
-        hosting = {"is_master": True, "wait_for_workers": False}
-        if here:
-            door = socket.create_server((host, 0))
-            port, hosting = door.getsockname()[1], hosting | {"master_listen_fd": door.detach()}
-        hosted = dist.TCPStore(host, port, timeout=timeout, **hosting)
-        port = hosted.port
-    ports = [port]
-    dist.broadcast_object_list(ports)
-    return hosted or dist.TCPStore(host, ports[0], timeout=timeout)
+        hosting = {"timeout": timeout, "wait_for_workers": False}
+        hosted = store_at(host, 0, **hosting) if here else dist.TCPStore(host, 0, is_master=True, **hosting)
+    port = [hosted and hosted.port]
+    dist.broadcast_object_list(port)
+    return hosted or dist.TCPStore(host, port[0], timeout=timeout)
+
+
+def store_at(host: str, port: int, **options: Any) -> dist.TCPStore:
+    """A store that listens at the address `host` alone, where torch's own would at all of the machine; port 0: any."""
+    door = socket.create_server((host, port))
+    return dist.TCPStore(host, door.getsockname()[1], is_master=True, master_listen_fd=door.detach(), **options)
 
 
 class Counters(dist.Store):
