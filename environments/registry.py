@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from rewards.loading import check_positive, import_file, import_folder, refuse_twin
+from rewards.loading import check_limits, check_positive, import_file, import_folder, refuse_twin
 
 OWN = ("reset", "step", "get_reward", "close")
 """Methods of an environment that no policy calls as a tool."""
@@ -186,8 +186,7 @@ class EnvironmentsConfig:
 
 def validate(config: EnvironmentsConfig, name: str | None) -> None:
     """Import the files and raise a ValueError of one sentence for the first setting that cannot work."""
-    for key in ("processes", "timeout_seconds", "memory_megabytes", "max_turns", "max_observation_tokens"):
-        check_positive(f"environments.{key}", getattr(config, key))
+    check_limits("environments", config, "max_turns", "max_observation_tokens")
     if config.max_turn_tokens is not None and config.max_turn_tokens < 1:
         raise ValueError(f"environments.max_turn_tokens is {config.max_turn_tokens}: give at least 1, or null.")
     if config.on_error not in ("tell", "end"):

@@ -50,3 +50,11 @@ def check_positive(what: str, value: float) -> None:
     """Raise ValueError, which names it as `what`, for a `value` that is not positive and finite."""
     if not 0 < value < math.inf:
         raise ValueError(f"{what} is {value}: it must be a positive number.")
+
+
+def check_limits(group: str, config: Any, *keys: str) -> None:
+    """Raise ValueError for a setting of `group` among `keys` that is not positive, or too little memory."""
+    for key in ("processes", "timeout_seconds", "memory_megabytes", *keys):
+        check_positive(f"{group}.{key}", getattr(config, key))
+    if config.memory_megabytes < 32:
+        raise ValueError(f"{group}.memory_megabytes is {config.memory_megabytes}: Python alone needs 32 or more.")

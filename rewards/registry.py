@@ -11,7 +11,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from rewards.loading import check_positive, import_file, import_folder, refuse_twin
+from rewards.loading import check_limits, check_positive, import_file, import_folder, refuse_twin
 
 RewardFunction = Callable[..., Any]
 NOT_GIVEN = ("completion_ids", "trainer_state", "log_metric", "log_extra")  # what only TRL's own trainer can pass
@@ -251,10 +251,7 @@ def validate(config: RewardsConfig) -> None:
     """Import the reward files and raise a ValueError of one sentence for the first setting that cannot work."""
     if not config.weights:
         raise ValueError("rewards.weights is empty: give at least one reward, such as rewards.weights.math=1.")
-    for key in ("processes", "timeout_seconds", "memory_megabytes"):
-        check_positive(f"rewards.{key}", getattr(config, key))
-    if config.memory_megabytes < 32:
-        raise ValueError(f"rewards.memory_megabytes is {config.memory_megabytes}: Python alone needs 32 or more.")
+    check_limits("rewards", config)
     for file in config.files:
         load_file(file)
     for name, weight in config.weights.items():

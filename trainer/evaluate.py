@@ -5,7 +5,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -42,7 +42,9 @@ def evaluate(given: argparse.Namespace, config: TrainConfig, device: torch.devic
     ConfigError for what cannot be evaluated.
     """
     begun, n, settings = time.monotonic(), config.evaluation.samples_per_prompt, without_secrets(config)
+    out = given.out or (find_run(given.model) or Path()) / "eval.json"
     with ExitStack() as stack:
+        on_controller(lambda: try_to_write(filter(None, (out, given.samples))))
         pulse("reading the model and the data")
         found = on_controller(lambda: stack.enter_context(model_at(given.model, given.step)))
         config.model.path, step, version = from_controller(found)
@@ -96,13 +98,21 @@ def evaluate(given: argparse.Namespace, config: TrainConfig, device: torch.devic
         "seconds": time.monotonic() - begun,
         **{group: settings[group] for group in ("data", "rollout", "rewards", "evaluation")},
     }
-    out = given.out or (find_run(given.model) or Path()) / "eval.json"
     out.write_text(json.dumps(valid_json(report), indent=2) + "\n")
     console.print(f"These numbers are in {out}.", markup=False)
     if given.samples:
         verdicts = ({"answer": a, "correct": r} for a, r in zip(answers, right.tolist(), strict=True))
         lines = (valid_json(sample_row(s) | verdict) for s, verdict in zip(samples, verdicts, strict=True))
         given.samples.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def try_to_write(paths: Iterable[Path]) -> None:
+    """Raise OSError for a file that cannot be written; leaves all as it was."""
+    for path in paths:
+        there = path.exists()
+        path.open("a").close()
+        if not there:
+            path.unlink()
 
 
 def load_parts(config: TrainConfig, by: str | None) -> tuple[list[Prompt], dict[str, list[int]]]:

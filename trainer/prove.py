@@ -22,14 +22,16 @@ from tensordict import TensorDict
 from grpo.advantages import compute_advantages, weigh_tokens
 from grpo.batch import jagged, make_batch, select, with_values
 from grpo.config import ConfigError
+from grpo.data import PromptStream, load_prompts
 from trainer.config import TrainConfig
+from trainer.controller import cast_of, check_reward_columns
 from trainer.record import read_metrics
 from trainer.runs import Run
 from trainer.trainer import Trainer
 from workers.actor import ActorWorker
-from workers.dispatch import from_controller
+from workers.dispatch import from_controller, on_controller
 from workers.models import family_of
-from workers.models.hub import compute_dtype, read_config
+from workers.models.hub import compute_dtype, read_config, read_tokenizer
 from workers.parallel.mesh import is_controller, make_training_layout
 
 TOLERANCE = 1e-5
@@ -66,11 +68,21 @@ class Update:
 def prove(config: TrainConfig, device: torch.device, run_folder: Path) -> bool:
     """Run both proofs and print what they found; returns whether all of it held, the same on every rank."""
     console = Console(quiet=not is_controller())
+    on_controller(lambda: read_data(config))
     held = prove_cuts(config, device, run_folder / "proof.json", console)
     console.print(f"{STILL_STEPS} steps of the run at a learning rate of 0, which take as long as those of a run:")
     held &= prove_stillness(config, device, run_folder / "proof-scratch", console)
     console.print("All of it holds." if held else "[bold red]Not all of it holds: see the rows marked above.[/]")
     return from_controller(held)
+
+
+def read_data(config: TrainConfig) -> None:
+    """Raise ConfigError for data that the second proof could not be made with, before the first takes its minutes."""
+    tokenizer = read_tokenizer(config.model)
+    cast = cast_of(config, tokenizer)
+    prompts = load_prompts(config.data, tokenizer, "train", tools=cast and cast.tools_of)
+    check_reward_columns(config, prompts, "data.train")
+    PromptStream(prompts, config.batch.prompts_per_step, config.seed, config.data.shuffle)
 
 
 # the same update however it is cut

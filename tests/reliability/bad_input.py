@@ -170,6 +170,7 @@ rewards.options.countdown.vald=1 > 'countdown' has no option 'vald', the nearest
 rewards.timeouts.countdwn=1 > rewards.timeouts has 'countdwn' > did you mean 'countdown'
 rewards.processes=0 > rewards.processes is 0: it must be a positive number
 rewards.memory_megabytes=1 > rewards.memory_megabytes is 1 > 32 or more
+environments.memory_megabytes=31 > environments.memory_megabytes is 31 > 32 or more
 rewards.files=graders.py > rewards.files takes list[str], such as [a, b]
 rewards.files=[none.py] > rewards.files > none.py > give the path of a .py file
 rewards.files=[syntax.py] > rewards.files > syntax.py > SyntaxError > correct the file
@@ -319,6 +320,10 @@ rewards.weights.math=1 > 'rewards' in rewards.weights.math=1 > --help lists all 
 COMMANDS = """
 prove model.path=./nowhere > model.path=./nowhere is not a folder: check the path
 prove algorithm.preset=ppo > algorithm.preset='ppo' > did you mean dppo
+prove data.train=null > data.train is not set: give it a file
+prove data.train=cut.jsonl > data.train: line 11 of cut.jsonl is not JSON > repair or delete the line
+prove data.train=no_target.jsonl > 'countdown' needs the column 'target' > data.columns={target: COLUMN}
+prove batch.prompts_per_step=20 > batch.prompts_per_step=20 > 16 prompts > between 1 and 16
 data model.path= > model.path takes str
 data data.train=none.jsonl > data.train: there is no file none.jsonl > give the path of a file
 data model.path=no_eos > model.path=no_eos has no end-of-sequence token: set eos_token
@@ -336,6 +341,8 @@ eval model works.yaml rewards.weights.math=1 > 'math' needs the column 'answer' 
 eval model works.yaml --k x > argument --k > 'x' > python -m trainer eval --help
 eval model works.yaml --by colour > --by=colour > prompt, numbers, target
 eval model works.yaml --out none/eval.json > Cannot write none/eval.json: give the name of a file
+eval model works.yaml --out /proc/eval.json > Cannot use /proc/eval.json (No such file or directory): correct the path
+eval model works.yaml --samples /proc/samples.jsonl > Cannot use /proc/samples.jsonl > correct the path
 eval model works.yaml --samples nothing > Cannot write nothing: give the name of a file
 eval model works.yaml --setp 1 > unrecognized arguments: --setp 1 > --help
 eval model works.yaml timeout_seconds=inf > timeout_seconds=inf must be above 0 and at most

@@ -112,7 +112,7 @@ def score(pool: RewardPool, completions: Sequence[str], rows: Sequence[dict] | N
 
 
 def alive(pid: int) -> bool:
-    with contextlib.suppress(FileNotFoundError):
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it may end between opening and reading
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     return False
 
