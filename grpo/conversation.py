@@ -12,6 +12,7 @@ from itertools import takewhile
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase as Tokenizer
+from transformers.utils import is_jmespath_available
 
 from grpo.config import ConfigError
 from grpo.data import messages_of, render, text_of, tokenize
@@ -70,15 +71,17 @@ class Dialogue:
         """The tools that a turn calls: by the tokenizer's own schema of responses, else in Hermes' or Llama's form."""
         if getattr(self.tokenizer, "response_schema", None):
             try:
-                found = self.tokenizer.parse_response(text).get("tool_calls") or []
-            except ValueError as error:
+                said = self.tokenizer.parse_response(text) or {}
+            except Exception as error:  # noqa: BLE001 - the schema is the model's, and with it what it raises
                 return [Call(error=f"The call could not be read: {error}")]
-            return [_call(each.get("function", each)) for each in found]
-        found = HERMES.findall(text)
-        bare = text.removeprefix("<|python_tag|>").strip()
+            # Schemas know nothing of a call that is cut in the middle.
+            if (found := said.get("tool_calls")) or "<tool_call>" not in text:
+                return [_call(each) for each in found or []]
+        answer = text.rpartition("</think>")[2]  # what was only thought of is not called
+        found, bare = HERMES.findall(answer), answer.strip().removeprefix("<|python_tag|>").strip()
         if not found and bare.startswith("{") and '"name"' in bare:
             found = [bare]
-        return [_read(each) for each in found]
+        return [call for each in found for call in _read(each)]
 
     def check(self, tools: list[dict]) -> None:
         """Raise ConfigError where the template would write a conversation otherwise than it is kept here.
@@ -87,6 +90,11 @@ class Dialogue:
         """
         if not self.config.chat:
             return
+        schema = json.dumps(getattr(self.tokenizer, "response_schema", None))
+        if tools and '"transform"' in schema and not is_jmespath_available():
+            raise ConfigError(
+                "The model's response_schema, by which calls of tools are read, needs a package: pip install jmespath."
+            )
         role, turns = "tool" if tools else "user", [{"role": "user", "content": "Q"}]
         for number in range(2):
             said = self._fit([{"role": role, "content": f"O{number}"}])
@@ -133,15 +141,17 @@ class Dialogue:
         return render([*before, *messages], self.tokenizer, self.config).rpartition(ANSWER)[2]
 
 
-def _read(text: str) -> Call:
-    """A call in JSON."""
+def _read(text: str) -> list[Call]:
+    """A call in JSON, or, as SmolLM2 writes them, several in a list."""
     try:
-        return _call(json.loads(text))
+        given = json.loads(text)
     except ValueError as error:
-        return Call(error=f"The call is not JSON that ends ({error}): write it again.")
+        return [Call(error=f"The call is not JSON that ends ({error}): write it again.")]
+    return [_call(each) for each in (given if isinstance(given, list) else [given])]
 
 
 def _call(given: Any) -> Call:
+    given = given.get("function", given) if isinstance(given, dict) else given
     if not isinstance(given, dict) or not isinstance(given.get("name"), str):
         return Call(error='A call has the form {"name": NAME, "arguments": {ARGUMENT: VALUE}}: write it again.')
     arguments = given.get("arguments", given.get("parameters", {}))

@@ -166,6 +166,14 @@ def test_a_raw_conversation_goes_on_with_the_ids_of_what_was_said_alone(tokenize
         ('{"name": "add", "parameters": {"a": 1}}', [Call("add", {"a": 1})]),
         ('<|python_tag|>{"name": "add", "parameters": {}}', [Call("add")]),
         ('<tool_call>{"name": "add", "arguments": "{\\"a\\": 2}"}</tool_call>', [Call("add", {"a": 2})]),
+        (
+            '<tool_call>[{"name": "x", "arguments": {"a": 1}}, {"name": "y"}]</tool_call>',
+            [Call("x", {"a": 1}), Call("y")],
+        ),
+        ('<tool_call>{"type": "function", "function": {"name": "x"}}</tool_call>', [Call("x")]),
+        ('<think>\n<tool_call>{"name": "x"}\n</think>\n\nNo.', []),
+        ('so <tool_call> or\n</think>\n\n<tool_call>{"name": "y"}</tool_call>', [Call("y")]),
+        ('<think>\nso\n</think>\n\n{"name": "y", "parameters": {}}', [Call("y")]),
     ],
 )
 def test_calls_are_read_in_the_forms_that_models_write(tokenizer, text, calls):
@@ -188,17 +196,44 @@ def test_a_call_that_cannot_be_read_says_why(tokenizer, text, says):
     assert says in call.error
 
 
-def test_a_tokenizer_that_describes_its_responses_is_asked(tokenizer):
-    talk = dialogue(tokenizer, CHATML)
-    pattern = r"^(?P<content>.*?)(?:<call>(?P<tool_calls>.*)</call>)?$"
-    calls = {"type": "array", "x-regex-iterator": "(.+)", "items": {"type": "object", "x-parser": "json"}}
-    properties = {"content": {"type": "string"}, "tool_calls": calls}
-    tokenizer.response_schema = {"type": "object", "properties": properties, "x-regex": pattern}
-    try:
-        assert talk.calls('so <call>{"name": "add", "arguments": {"a": 1}}</call>') == [Call("add", {"a": 1})]
-        assert talk.calls("no") == []
-    finally:
-        del tokenizer.response_schema
+def schema(pattern, **parser):
+    """A schema of responses as tokenizers of Qwen3 and SmolLM3 have it: the calls of a turn, in JSON."""
+    calls = {"type": "array", "x-regex-iterator": pattern, "items": {"type": "object", "x-parser": "json", **parser}}
+    return {"type": "object", "properties": {"content": {"type": "string"}, "tool_calls": calls}}
+
+
+@pytest.mark.parametrize(
+    ("text", "calls", "says"),
+    [
+        ('so <call>{"name": "add", "arguments": {"a": 1}}</call>', [Call("add", {"a": 1})], None),
+        ('<call>{"function": {"name": "x"}}</call><call>{"name": "y"}</call>', [Call("x"), Call("y")], None),
+        ("no", [], None),
+        ('{"name": "x"}', [], None),  # the schema tells what a call is
+        ('<call>{"name": "x"</call>', None, "The call could not be read"),
+        ("<call>[1]</call>", None, "The call could not be read"),
+        ('<tool_call>{"name": "x", "argu', None, "is not JSON that ends"),
+    ],
+)
+def test_a_tokenizer_that_describes_its_responses_is_asked(tokenizer, monkeypatch, text, calls, says):
+    monkeypatch.setattr(tokenizer, "response_schema", schema(r"<call>(.*?)</call>"), raising=False)
+    found = dialogue(tokenizer, CHATML).calls(text)
+    assert found == calls or says in found[0].error
+
+
+def test_a_schema_of_the_whole_response_that_does_not_fit_is_no_call(tokenizer, monkeypatch):
+    whole = schema(r"<call>(.*?)</call>") | {"x-regex": r"^(?P<content>[a-z]*)(?P<tool_calls><call>.*</call>)$"}
+    monkeypatch.setattr(tokenizer, "response_schema", whole, raising=False)
+    assert dialogue(tokenizer, CHATML).calls('so<call>{"name": "x"}</call>') == [Call("x")]
+    assert dialogue(tokenizer, CHATML).calls("NO") == []
+
+
+def test_a_schema_that_needs_a_package_says_so_before_a_model_is_loaded(tokenizer, monkeypatch):
+    transform = {"x-parser-args": {"transform": "{type: 'function', function: @}"}}
+    monkeypatch.setattr(tokenizer, "response_schema", schema(r"<call>(.*?)</call>", **transform), raising=False)
+    monkeypatch.setattr("grpo.conversation.is_jmespath_available", lambda: False)
+    dialogue(tokenizer, CHATML).check([])
+    with pytest.raises(ConfigError, match="pip install jmespath"):
+        dialogue(tokenizer, CHATML).check([TOOL])
 
 
 def test_what_is_too_long_is_cut_by_its_tokens(tokenizer):
