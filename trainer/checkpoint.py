@@ -2,7 +2,7 @@
 
 A checkpoint holds the model, the optimizer, the position in schedule and data, and the random states. It is
 written under a temporary name and renamed when it is complete and on the disk, so that a folder named step-... can be
-trusted; what happens to it later is seen from the sizes of its files, which progress.json holds.
+trusted; what happens to it later is seen from the sizes and checksums of its files, which progress.json holds.
 """
 
 import contextlib
@@ -16,6 +16,8 @@ import shutil
 import sys
 import tempfile
 import traceback
+import zlib
+from collections import ChainMap
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
@@ -130,8 +132,8 @@ class Checkpoints:
             return
         self._write(step, state, random, progress)
         if self.ending:
-            newest, _ = newest_whole(self.run_folder)
-            saved = f"go on from {newest} by checkpoint.resume=true" if newest else "it has no checkpoint"
+            newest = [*complete_checkpoints(self.run_folder).values()][-1:]
+            saved = f"go on from {newest[0]} by checkpoint.resume=true" if newest else "it has no checkpoint"
             raise Stopped(f"A signal ended the run after step {step} of {self.config.steps}: {saved}.")
 
     def wait(self) -> None:
@@ -142,7 +144,7 @@ class Checkpoints:
 
     def _write(self, step: int, state: dict, random: dict[str, torch.Tensor], progress: dict[str, Any]) -> None:
         final = self.run_folder / "checkpoints" / f"step-{step:08d}"
-        partial = final.with_suffix(".partial")
+        partial, sums = final.with_suffix(".partial"), {}
 
         def make_room() -> None:
             if is_controller():
@@ -153,12 +155,16 @@ class Checkpoints:
 
         def write() -> None:
             dcp.save(state, checkpoint_id=partial, process_group=self.group)
-            torch.save(random, partial / f"random-{dist.get_rank()}.pt")
-            _flush(partial / f"random-{dist.get_rank()}.pt")
+            torch.save(random, states := partial / f"random-{dist.get_rank()}.pt")
+            _flush(states)
+            sums.update({path.name: _checksum(path) for path in (states, *partial.glob(f"__{dist.get_rank()}_*"))})
 
         def finish() -> None:
+            everyones = [sums] * dist.get_world_size()
+            dist.all_gather_object(everyones, sums, self.group)
             if is_controller():
                 progress["files"] = {path.name: path.stat().st_size for path in partial.iterdir()}
+                progress["sums"] = {".metadata": _checksum(partial / ".metadata")} | dict(ChainMap(*everyones))
                 (partial / "progress.json").write_text(json.dumps(progress))
                 # A checkpoint with a name is whole, and the rows up to it are there, even if the power fails now.
                 for path in (*self.run_folder.glob("*.jsonl"), partial / "progress.json", partial):
@@ -290,25 +296,40 @@ def newest_whole(run_folder: Path) -> tuple[Path | None, list[str]]:
     return None, passed
 
 
-def damage(checkpoint: Path) -> str | None:
-    """What is wrong with a checkpoint, held against the sizes noted when it was saved; None: it is whole."""
+def damage(checkpoint: Path, read: bool = True) -> str | None:
+    """What is wrong with a checkpoint, by the sizes and, where its files are `read`, checksums that were noted when it
+    was saved; None: it is whole."""
     try:
-        files = read_progress(checkpoint).get("files", {})
+        progress = read_progress(checkpoint)
     except (OSError, ValueError):
         return "its progress.json cannot be read"
-    for name, size in files.items():
+    for name, size in progress.get("files", {}).items():
         path = checkpoint / name
         found = path.stat().st_size if path.is_file() else None
         if found != size:
             return f"its {name} is missing" if found is None else f"its {name} has {found} bytes of {size}"
+    sums = progress.get("sums", {}) if read else {}
+    with ThreadPoolExecutor() as threads:
+        for name, found in zip(sums, threads.map(lambda name: _checksum(checkpoint / name), sums), strict=True):
+            if found != sums[name]:
+                return f"its {name} is not what was written"
     return None
 
 
 def scores(run_folder: Path) -> dict[int, float]:
     """By its step, what each whole checkpoint that was evaluated is worth: accuracy, or the negative loss."""
-    whole = [path for path in complete_checkpoints(run_folder).values() if damage(path) is None]
+    whole = [path for path in complete_checkpoints(run_folder).values() if damage(path, read=False) is None]
     found = {progress["step"]: progress.get("score") for progress in map(read_progress, whole)}
     return {step: score for step, score in found.items() if score is not None}
+
+
+def _checksum(path: Path) -> int:
+    """The CRC-32 of a file."""
+    found = 0
+    with path.open("rb") as file:
+        while block := file.read(1 << 22):
+            found = zlib.crc32(block, found)
+    return found
 
 
 def _flush(path: Path) -> None:
@@ -321,7 +342,7 @@ def _flush(path: Path) -> None:
 
 
 def read_progress(checkpoint: Path) -> dict[str, Any]:
-    """What stands beside the weights: `step`, `updates`, `version`, `score`, the `data`, `lora` and `files`."""
+    """What stands beside the weights: `step`, `updates`, `version`, `score`, the `data`, `lora`, `files`, `sums`."""
     return json.loads((checkpoint / "progress.json").read_text())
 
 
@@ -346,13 +367,15 @@ def find_checkpoint(run_folder: Path, step: int | str | None) -> Path:
     elif step == "best":
         rated = scores(run_folder)
         checkpoint = there[max(rated, key=rated.get)] if rated else None
-    elif (checkpoint := there.get(step)) is not None and (what := damage(checkpoint)):
+    else:
+        checkpoint = there.get(step)
+    if step is not None and checkpoint is not None and (what := damage(checkpoint)):
         raise ConfigError(f"{checkpoint} is damaged ({what}): choose another --step.")
     for sentence in passed:
         print(sentence, file=sys.stderr)
     if checkpoint is None:
         which = {None: "checkpoint", "best": "evaluated checkpoint"}.get(step, f"checkpoint of step {step}")
-        whole = [str(number) for number, path in there.items() if damage(path) is None]
+        whole = [str(number) for number, path in there.items() if damage(path, read=False) is None]
         has = f"it has those of steps {', '.join(whole)}" if whole else "give the folder of a run with one"
         raise ConfigError(f"{run_folder} has no {which}: {has}.")
     return checkpoint

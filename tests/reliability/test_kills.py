@@ -16,7 +16,7 @@ import pytest
 from tests.reliability.conftest import Process, rows_of, steps_of
 from tests.reliability.test_death import assert_all_gone, is_running
 from tests.trainer.conftest import deterministic
-from trainer.checkpoint import complete_checkpoints, damage
+from trainer.checkpoint import complete_checkpoints, damage, read_progress
 
 pytestmark = pytest.mark.reliability
 
@@ -125,6 +125,8 @@ def test_torchrun_goes_on_by_itself(begin, tmp_path):
     assert deterministic(rows_of(run)) == deterministic(rows_of(tmp_path / "whole"))
     assert (run / "samples.jsonl").read_text() == (tmp_path / "whole/samples.jsonl").read_text()
     assert not any(map(is_running, family))
+    progress = read_progress(complete_checkpoints(run)[8])  # each rank's files are summed by it
+    assert progress["sums"].keys() == progress["files"].keys() >= {"__0_0.distcp", "__1_0.distcp", ".metadata"}
 
 
 def test_a_rank_that_hangs_is_named_with_its_stacks(begin, tmp_path):
