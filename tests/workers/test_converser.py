@@ -103,15 +103,19 @@ class ScriptedEngine:
 
     tokens_at_work = 0
 
-    def __init__(self, turns, stop, concurrent_samples=None):
+    def __init__(self, turns, stop, concurrent_samples=None, seconds=0):
         self.turns, self.stop, self.concurrent_samples = itertools.cycle(turns), stop, concurrent_samples
         self.asked, self.seeds, self.limits = [], [], []
+        self.seconds, self.at_work, self.most_at_work = seconds, 0, 0
 
     def run(self, work):
         return asyncio.run(work)
 
     async def sample(self, tokens, sampling):
-        await asyncio.sleep(0)
+        self.at_work += 1
+        self.most_at_work = max(self.most_at_work, self.at_work)
+        await asyncio.sleep(self.seconds)
+        self.at_work -= 1
         self.asked.append(tokens)
         self.seeds.append(sampling.seed)
         self.limits.append(sampling.max_new_tokens)
@@ -128,7 +132,9 @@ def hold(tokenizer, engines, file):  # noqa: F811
     """hold(name, row, turns, **settings) has a conversation; returns its trajectory, the engine and the batch."""
     closing = []
 
-    def run(name, row, turns, chat=True, longest=400, samples=1, rows=None, grade=None, limit=None, **settings):
+    def run(
+        name, row, turns, chat=True, longest=400, samples=1, rows=None, grade=None, limit=None, seconds=0, **settings
+    ):
         tokenizer.chat_template = CHATML if chat else None
         data = DataConfig(chat=chat, max_prompt_tokens=200)
         config = EnvironmentsConfig(files=[str(file)], processes=1, **settings)
@@ -137,7 +143,7 @@ def hold(tokenizer, engines, file):  # noqa: F811
         converser = Converser(cast, config, rollout)
         closing.append(converser)
         ids = [tokenizer(turn, add_special_tokens=False)["input_ids"] for turn in turns]
-        engine = ScriptedEngine(ids, tokenizer.eos_token_id, limit)
+        engine = ScriptedEngine(ids, tokenizer.eos_token_id, limit, seconds)
         worker = RolloutWorker(rollout, engine, engines, (tokenizer.eos_token_id,), 3, grade, None, converser)
         worker.version = 7
         prompts = []
@@ -360,6 +366,14 @@ def test_while_one_waits_for_its_environment_others_have_its_room(hold):
     assert len(engine.asked) == 12
     # All first turns came before the first second one, though only one may be with the engine at once.
     assert len({len(asked) for asked in engine.asked[:6]}) == 1
+
+
+def test_the_engine_never_has_more_turns_at_once_than_it_has_room_for(hold):
+    rows = [{"script": [["no", 0.0, False], ["no", 0.0, False], ["yes", 1.0, True]]} for _ in range(8)]
+    _, engine, batch = hold("talk", None, ["4"], rows=rows, limit=2, seconds=0.05)
+    assert len(batch) == 8
+    assert len(engine.asked) == 24
+    assert engine.most_at_work == 2
 
 
 def test_a_conversation_counts_once_whatever_its_turns(hold):

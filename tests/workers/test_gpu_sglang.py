@@ -12,7 +12,7 @@ import torch.distributed as dist
 from examples.countdown import make_model
 from grpo.algorithm import AlgorithmConfig
 from tests.workers.conftest import prompts_of
-from tests.workers.engine_probe import PROMPTS
+from tests.workers.engine_probe import PROMPTS, assert_converses
 from tests.workers.launch import torchrun
 from workers.actor import ActorWorker
 from workers.config import ActorConfig, ModelConfig
@@ -59,6 +59,13 @@ def test_every_engine_holds_and_uses_the_weights_of_every_layout(probed, slices,
         assert rollout["prompts"] == [prompt for prompt in PROMPTS for _ in range(4)]
     assert result["verified"] == 1
     assert "The engine's weights are not the actor's" in result["verify_of_old_weights"]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_every_engine_converses_from_the_very_ids_of_the_batch(probed, size):
+    engines = torch.cuda.device_count() // size
+    result = torch.load(probed / f"{engines}-{size}-r1-e{size}-turns.pt", weights_only=False)
+    assert_converses(result, engines, 0.011)
 
 
 def test_memory_that_is_short_at_wake_up_is_said_with_a_table_and_a_dead_engine_leaves_none_behind(folder):

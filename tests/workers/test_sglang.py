@@ -21,6 +21,7 @@ from grpo.config import ConfigError
 from tests.workers import test_stop
 from tests.workers.conftest import answers_of, buckets_of
 from tests.workers.engine_probe import PROMPTS as PROBED
+from tests.workers.engine_probe import assert_converses
 from workers.config import ModelConfig
 from workers.engines.config import RolloutConfig
 from workers.engines.protocol import KV_CACHE, WEIGHTS, EngineFailure, Sampling
@@ -355,6 +356,12 @@ def test_every_engine_holds_and_uses_the_weights_of_every_layout(probed, layout,
         assert "time/sync/verify" in rollout["sync"]
     assert result["verified"] == 1
     assert "The engine's weights are not the actor's" in result["verify_of_old_weights"]
+
+
+@pytest.mark.parametrize(("layout", "engine_size"), [("2-1-r1", 1), ("1-2-r1", 2)])
+def test_every_engine_converses_from_the_very_ids_of_the_batch(probed, layout, engine_size):
+    result = torch.load(probed / f"{layout}-e{engine_size}-turns.pt", weights_only=False)
+    assert_converses(result, 2 // engine_size, 1e-5)
 
 
 def test_the_end_of_every_engine_spares_what_others_started(probed):
