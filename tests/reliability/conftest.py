@@ -40,7 +40,7 @@ class Process:
         except subprocess.TimeoutExpired:
             raise AssertionError(f"still there after {seconds} s:\n{self.said}") from None
 
-    def until(self, what: Callable[[], object], seconds: float = 90.0) -> None:
+    def until(self, what: Callable[[], object], seconds: float = 300.0) -> None:
         """Wait until `what` holds; fails where the process ends before."""
         deadline = time.monotonic() + seconds
         while not what():
