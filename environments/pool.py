@@ -104,7 +104,8 @@ class Process:
         with contextlib.suppress(OSError), self.popen.stdin:  # one that has ended reads no more
             while (message := self._outbox.get()) is not None:
                 self.popen.stdin.write(message)
-                self.popen.stdin.flush()
+                if self._outbox.empty():  # many conversations often end their turns at once
+                    self.popen.stdin.flush()
 
     def _read(self) -> None:
         for line in self.popen.stdout:

@@ -122,8 +122,8 @@ def names() -> list[str]:
 
 def find(name: str) -> Environment:
     """The environment called `name`; raises ValueError, which names the nearest one, if there is none."""
-    known = names()
-    if name not in known:
+    # names() looks into the folder, which takes too long for each conversation.
+    if name not in REGISTRY and name not in (known := names()):
         near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.0)[0]
         raise ValueError(
             f"There is no environment {name!r}, the nearest is {near!r}: use one of {', '.join(known)}, or add it with "
