@@ -53,3 +53,10 @@ def test_the_head_is_measured_at_a_tiny_size():
     done = run("head", "tokens=64", "vocabulary=100", "hidden=16", "rounds=1", "device=cpu")
     assert done.returncode == 0, done.stderr[-500:]
     assert re.search(r"with the loss inside +[\d.]+ ms", done.stdout)
+
+
+def test_conversations_are_measured_at_a_tiny_size(tmp_path):
+    few = ["prompts=2", "samples=2", "prompt=8", "turn=4", "milliseconds=1", "processes=1", "rounds=1"]
+    done = run("conversations", "engine=torch", "shape=tiny", "device=cpu", f"folder={tmp_path}", *few)
+    assert done.returncode == 0, done.stderr[-500:]
+    assert re.search(r"throughput of conversations over single answers: [\d.]+$", done.stdout, re.MULTILINE)
