@@ -202,15 +202,19 @@ def conversation_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]
     if not any(trajectory.turns or trajectory.errors for trajectory in trajectories):
         return {}
     count = len(trajectories)
+    calls = sum(turn.calls for t in trajectories for turn in t.turns)
+    wrong = sum(error.kind.startswith("wrong ") for t in trajectories for error in t.errors)
     said = sum(int(trajectory.mask.sum()) for trajectory in trajectories)
     heard = sum(turn.tokens for t in trajectories for turn in t.turns if turn.role != "assistant")
     metrics = {
         "environment/turns": sum(turn.role == "assistant" for t in trajectories for turn in t.turns) / count,
-        "environment/calls": sum(turn.calls for t in trajectories for turn in t.turns) / count,
+        "environment/calls": calls / count,
         "time/environment": sum(trajectory.waited for trajectory in trajectories) / count,
         "environment/observed_share": heard / max(said + heard, 1),
         "environment/errors": sum(bool(trajectory.errors) for trajectory in trajectories) / count,
     }
+    if calls:
+        metrics["environment/calls_fit"] = 1 - wrong / calls
     for kind in sorted({error.kind for trajectory in trajectories for error in trajectory.errors}):
         failed = sum(any(error.kind == kind for error in trajectory.errors) for trajectory in trajectories)
         metrics[f"environment/errors/{kind.replace(' ', '_')}"] = failed / count
