@@ -22,7 +22,9 @@ COMMANDS = {
     "sft": (SftConfig, "supervised training on demonstrations"),
     "data": (TrainConfig, "show the prompts of train or sft as the model will see them, and what is wrong with them"),
     "prove": (TrainConfig, "check that an update is the same however cut, and nothing moves at a learning rate of 0"),
+    "eval": (TrainConfig, "accuracy, pass@k and majority@k of a model or a run on data.eval"),
 }
+"""Those that take settings."""
 
 PAGE_HEAD = f"""# Settings
 
@@ -65,58 +67,48 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     epilog = f"{settings_help(TrainConfig)}\n\nThose of sft: python -m trainer sft --help"
     parser = Parser("python -m trainer", description=about, epilog=epilog, formatter_class=raw)
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    step = {"type": number_or_best, "help": "the run's checkpoint, or best; the newest otherwise"}
+    model = "a run's folder, or a model: a Hugging Face folder or hub name"
     for name, (schema, about) in COMMANDS.items():
         texts = {"help": about, "description": about, "epilog": settings_help(schema)}
         command = commands.add_parser(name, **texts, formatter_class=raw)
-        command.add_argument("config", nargs="?", help="YAML file of settings")
+        own = "; a run's own where it is left out" * (name == "eval")
+        if name == "eval":
+            command.add_argument("model", help=model)
+        command.add_argument("config", nargs="?", help=f"YAML file of settings{own}")
         command.add_argument("overrides", nargs="*", metavar="key=value", help="settings that win over the file")
-        command.set_defaults(run=lambda given: train(given.command, given.config, given.overrides))
-    command = commands.add_parser("export", help="write a run's checkpoint as a Hugging Face folder")
-    command.add_argument("folder", metavar="run", type=Path, help="the run's folder")
-    command.add_argument("out", type=Path, help="the folder to write")
-    command.add_argument("--step", type=number_or_best, help="the checkpoint's step, or best; the newest otherwise")
-    command.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
-    command.add_argument("--shard-size", default="50GB", metavar="SIZE", help="the largest file, such as 5GB")
-    command.add_argument("--adapters", action="store_true", help="write a LoRA run's adapters alone, as a PEFT folder")
-    command.set_defaults(run=export_run)
-    about = "accuracy, pass@k and majority@k of a model or a run on data.eval"
-    texts = {"help": about, "description": about, "epilog": settings_help(TrainConfig)}
-    command = commands.add_parser("eval", **texts, formatter_class=raw)
-    command.add_argument("model", help="a run's folder, or a model: a Hugging Face folder or hub name")
-    command.add_argument("config", nargs="?", help="YAML file of settings of train; a run's own where it is left out")
-    command.add_argument("overrides", nargs="*", metavar="key=value", help="settings that win over the file")
-    command.add_argument("--step", type=number_or_best, help="the run's checkpoint, or best; the newest otherwise")
+    command.add_argument("--step", **step)  # of eval
     command.add_argument("--k", type=int, action="append", help="of pass@k, or several so; otherwise powers of two")
     command.add_argument("--by", metavar="COLUMN", help="scores for each value of a column of the data as well")
     command.add_argument("--out", type=Path, help="the JSON to write; otherwise eval.json in the run's folder, or here")
     command.add_argument("--samples", type=Path, metavar="FILE", help="write the graded samples as jsonl")
-    command.set_defaults(run=evaluate)
+    command = commands.add_parser("export", help="write a run's checkpoint as a Hugging Face folder")
+    command.add_argument("folder", metavar="run", type=Path, help="the run's folder")
+    command.add_argument("out", type=Path, help="the folder to write")
+    command.add_argument("--step", **step)
+    command.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
+    command.add_argument("--shard-size", default="50GB", metavar="SIZE", help="the largest file, such as 5GB")
+    command.add_argument("--adapters", action="store_true", help="write a LoRA run's adapters alone, as a PEFT folder")
     about = "one answer of a model or a run, or a chat where no prompt is given"
     command = commands.add_parser("generate", help=about, description=about)
-    command.add_argument("model", help="a run's folder, or a model: a Hugging Face folder or hub name")
+    command.add_argument("model", help=model)
     command.add_argument("prompt", nargs="?", help="what to answer; otherwise standard input, or a chat in a terminal")
-    command.add_argument("--step", type=number_or_best, help="the run's checkpoint, or best; the newest otherwise")
+    command.add_argument("--step", **step)
     command.add_argument("--temperature", type=float, default=1.0, help="divides the logits; 0: greedy (default 1)")
     command.add_argument("--max-tokens", type=int, default=1024, help="longest answer (default 1024)")
     command.add_argument("--system", help="the system message, for models with a chat template")
     command.add_argument("--seed", type=int, default=0)
-    command.set_defaults(run=generate)
     command = commands.add_parser("plot", help="draw learning curves")
     command.add_argument("runs", type=Path, nargs="+", help="the runs' folders, such as one a seed")
     command.add_argument("--out", type=Path, default=Path("curve.png"), help="the PNG to write")
-    command.set_defaults(run=plot_runs)
     command = commands.add_parser("algorithms", help="list the algorithms, or print the formula and choices of one")
     command.add_argument("name", nargs="?", help="one of the list")
-    command.set_defaults(run=show_algorithms)
     command = commands.add_parser("rewards", help="list the rewards, or test them by their own examples")
     command.add_argument("action", nargs="?", choices=["test"], help="run the examples; exit code 1 if one fails")
     command.add_argument("names", nargs="*", metavar="name", help="rewards to test; all otherwise")
     command.add_argument("--file", action="append", default=[], help="a Python file outside rewards/, or several so")
-    command.set_defaults(run=show_rewards)
-    command = commands.add_parser("doctor", help="what is installed, what of it fits together, and what mends the rest")
-    command.set_defaults(run=diagnose)
-    command = commands.add_parser("settings", help="print all settings as Markdown")
-    command.set_defaults(run=lambda given: print(settings_page()))
+    commands.add_parser("doctor", help="what is installed, what of it fits together, and what mends the rest")
+    commands.add_parser("settings", help="print all settings as Markdown")
     given, rest = parser.parse_known_args(arguments)
     # What stands behind an option, argparse leaves over: settings of eval, the prompt of generate.
     if "overrides" in given and all(re.match("[^-].*=", text) for text in rest):
@@ -136,18 +128,50 @@ def number_or_best(text: str) -> int | str:
     return text if text == "best" else int(text)
 
 
-def train(command: str, config_path: str | None, overrides: list[str]) -> None:
-    """Run `train`, `sft`, `data` or `prove`, all but `data` on the processes that torchrun started, if it did."""
-    if command == "data":
-        return show_data(config_path, overrides)
-    config = load(COMMANDS[command][0], config_path, overrides)
-    with Notice(config.checkpoint.grace_seconds, config.timeout_seconds) as notice:
-        train_on(command, config, notice)
+def run(given: argparse.Namespace) -> bool:
+    """Run a command; returns whether what it checked holds."""
+    # Nothing that takes seconds to import comes before the arguments have been read.
+    match given.command:
+        case "data":
+            show_data(given.config, given.overrides)
+        case "eval":
+            evaluate(given)
+        case "generate":
+            generate(given)
+        case "export":
+            from trainer.checkpoint import export
+
+            quiet()
+            form = given.dtype, given.shard_size, given.adapters
+            print(f"{given.out} holds the policy of {export(given.folder, given.out, given.step, *form)}.")
+        case "plot":
+            from trainer.report import plot
+
+            plot(given.runs, given.out)
+            print(f"{given.out} shows {len(given.runs)} run(s).")
+        case "algorithms":
+            from trainer.algorithms import describe_algorithm, list_algorithms
+
+            print(describe_algorithm(given.name) if given.name else list_algorithms())
+        case "rewards":
+            from trainer.rewards_report import report_rewards
+
+            return report_rewards(given.names, given.file, test=given.action == "test")
+        case "doctor":
+            from trainer.doctor import doctor
+
+            return doctor()
+        case "settings":
+            print(settings_page())
+        case command:
+            config = load(COMMANDS[command][0], given.config, given.overrides)
+            with Notice(config.checkpoint.grace_seconds, config.timeout_seconds) as notice:
+                return train_on(command, config, notice)
+    return True
 
 
-def train_on(command: str, config: SftConfig | TrainConfig, notice: Notice) -> None:
-    """Run `train`, `sft` or `prove` with its settings."""
-    # Nothing that takes seconds to import comes before the settings have been read.
+def train_on(command: str, config: SftConfig | TrainConfig, notice: Notice) -> bool:
+    """Run `train`, `sft` or `prove` on the processes that torchrun started, if it did; False for a proof that fails."""
     with Pulse("importing torch and transformers") as pulse:
         from workers.dispatch import from_controller, on_controller
         from workers.models import family_of
@@ -186,8 +210,7 @@ def train_on(command: str, config: SftConfig | TrainConfig, notice: Notice) -> N
 
             Trainer(config, device, run, notice).run()
     leave()
-    if not holds:
-        sys.exit(1)
+    return holds
 
 
 def show_data(config_path: str | None, overrides: list[str]) -> None:
@@ -203,15 +226,6 @@ def show_data(config_path: str | None, overrides: list[str]) -> None:
 
     quiet()
     report_data(config)
-
-
-def export_run(given: argparse.Namespace) -> None:
-    """Write a run's checkpoint as a Hugging Face folder."""
-    from trainer.checkpoint import export
-
-    quiet()
-    form = given.dtype, given.shard_size, given.adapters
-    print(f"{given.out} holds the policy of {export(given.folder, given.out, given.step, *form)}.")
 
 
 def evaluate(given: argparse.Namespace) -> None:
@@ -256,36 +270,6 @@ def generate(given: argparse.Namespace) -> None:
         generate(given, pick_device("auto"), pulse)
 
 
-def plot_runs(given: argparse.Namespace) -> None:
-    """Draw the learning curves of runs."""
-    from trainer.report import plot
-
-    plot(given.runs, given.out)
-    print(f"{given.out} shows {len(given.runs)} run(s).")
-
-
-def show_algorithms(given: argparse.Namespace) -> None:
-    """List the algorithms, or print one."""
-    from trainer.algorithms import describe_algorithm, list_algorithms
-
-    print(describe_algorithm(given.name) if given.name else list_algorithms())
-
-
-def show_rewards(given: argparse.Namespace) -> None:
-    """List the rewards, or run their examples."""
-    from trainer.rewards_report import report_rewards
-
-    if not report_rewards(given.names, given.file, test=given.action == "test"):
-        sys.exit(1)
-
-
-def diagnose(given: argparse.Namespace) -> None:
-    """Say what is installed and what does not fit; exit code 1 where something necessary does not."""
-    from trainer.doctor import doctor
-
-    sys.exit(not doctor())
-
-
 def quiet() -> None:
     """No progress bars of libraries, nor warnings of torch and FlashAttention that are none."""
     import logging
@@ -306,8 +290,8 @@ def quiet() -> None:
 def main() -> None:
     """Run a command; what the user can mend is printed as one sentence, with exit code 2."""
     try:
-        arguments = parse(sys.argv[1:])
-        arguments.run(arguments)
+        if not run(parse(sys.argv[1:])):
+            sys.exit(1)
     except ConfigError as error:
         fail(error)
     except Stopped as stopped:
