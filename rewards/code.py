@@ -60,10 +60,9 @@ def code(
             "boundary against a determined attacker: rewards.options.code.allow=true allows that."
         )
     if network not in ("blocked", "open") or not min(seconds, memory_megabytes, processes) > 0:
-        raise ValueError(
-            "In rewards.options.code, network is blocked or open, and seconds, memory_megabytes and processes are "
-            f"positive, not {network!r}, {seconds}, {memory_megabytes} and {processes}."
-        )
+        wanted = "network is blocked or open, and seconds, memory_megabytes and processes are positive"
+        given = f"{network!r}, {seconds}, {memory_megabytes} and {processes}"
+        raise ValueError(f"In rewards.options.code, {wanted}, not {given}.")
     settings = {"megabytes": memory_megabytes, "processes": processes, "blocked": network == "blocked"}
     try:
         passed = sandbox.run(_program(completion), _tests(row), seconds=seconds, all_or_nothing=not share, **settings)
@@ -94,10 +93,8 @@ def _tests(row: dict) -> list[tuple[str | None, str]]:
             "code needs the column 'tests', or 'input_output' with as many inputs as outputs of whole programs (no "
             f"fn_name), and the row has {str(row)[:200]}."
         )
-    lines = [
-        [text if isinstance(text, str) else "\n".join(map(str, text)) for text in side] for side in (given, expected)
-    ]
-    return list(zip(*lines, strict=True))
+    joined = ([text if isinstance(text, str) else "\n".join(map(str, text)) for text in x] for x in (given, expected))
+    return list(zip(*joined, strict=True))
 
 
 def _prepare(test: str) -> str:

@@ -41,8 +41,11 @@ def exact_match(
 def find_answer(completion: str, tag: str) -> str | None:
     """What follows the last `</think>`, or of that, with `tag`, what the last <tag>...</tag> holds, if there is one."""
     answer = completion.rpartition("</think>")[2]
-    if tag:
-        before, closed, _ = answer.rpartition(f"</{tag}>")
-        _, opened, answer = before.rpartition(f"<{tag}>")
-        return answer if opened and closed else None
-    return answer
+    return inside(answer, tag) if tag else answer
+
+
+def inside(text: str, tag: str) -> str | None:
+    """What the last closed <tag>...</tag> of `text` holds, if there is one."""
+    before, closed, _ = text.rpartition(f"</{tag}>")
+    _, opened, answer = before.rpartition(f"<{tag}>")
+    return answer if opened and closed else None

@@ -8,6 +8,7 @@ import functools
 import re
 from typing import Any
 
+from rewards.exact_match import inside
 from rewards.registry import register
 
 ROW = {"entry": repr({"task": "chain_sum", "options": {}, "question": "3 + 4 = ?", "answer": "7", "metadata": {}})}
@@ -26,12 +27,8 @@ def reasoning_gym(completion: str, row: dict, *, tag: str = "", pattern: str = "
     pattern: a regular expression, such as -?[0-9]+, of whose matches the last one is the answer (0 without).
     """
     entry = ast.literal_eval(row["entry"])
-    answer = completion
-    if tag:
-        before, closed, _ = completion.rpartition(f"</{tag}>")
-        _, opened, answer = before.rpartition(f"<{tag}>")
-        if not (opened and closed):
-            return 0.0
+    if (answer := inside(completion, tag) if tag else completion) is None:
+        return 0.0
     if pattern:
         *_, answer = ["", *(match.group() for match in re.finditer(pattern, answer))]
         if not answer:

@@ -134,10 +134,8 @@ def _read_signature(name: str, function: RewardFunction) -> tuple[str, tuple[str
     first = [p.name for p in parameters[:2]]
     if "completions" in [p.name for p in parameters] and first != ["completions", "rows"]:
         if any(p.kind in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL) for p in parameters):
-            raise ValueError(
-                f"Reward {name!r} cannot be called as {function.__name__}(completions=..., COLUMN=...): give it "
-                "parameters that can be passed by name."
-            )
+            called = f"{function.__name__}(completions=..., COLUMN=...)"
+            raise ValueError(f"Reward {name!r} cannot be called as {called}: give it parameters passed by name.")
         named = [p for p in parameters if p.kind is not p.VAR_KEYWORD and p.name not in ("prompts", "completions")]
         columns = [p.name for p in named if p.default is p.empty]
         for asked in set(NOT_GIVEN).intersection(columns):
@@ -147,10 +145,9 @@ def _read_signature(name: str, function: RewardFunction) -> tuple[str, tuple[str
     given, options = parameters[:2], parameters[2:]
     positional = [p for p in given if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     if len(positional) < 2 or any(p.kind is not p.KEYWORD_ONLY or p.default is p.empty for p in options):
-        raise ValueError(
-            f"Reward {name!r} cannot be called as {function.__name__}(completion, row): give it these two parameters, "
-            "or completions and rows for many at once, and options as keyword-only parameters with defaults after a *."
-        )
+        way_out = "these two parameters, or completions and rows for many at once, and options as keyword-only ones"
+        called = f"{function.__name__}(completion, row)"
+        raise ValueError(f"Reward {name!r} cannot be called as {called}: give it {way_out} with defaults after a *.")
     return "batched" if first == ["completions", "rows"] else "plain", tuple(p.name for p in options), []
 
 
@@ -216,35 +213,29 @@ def load_file(path: str | Path) -> None:
         raise ValueError(f'{path} is listed in rewards.files but registers no reward: put @register("name") on one.')
 
 
+def setting(default: Any, doc: str) -> Any:
+    """A field of the config with its doc; a default that is a type is made anew each time."""
+    kind = "default_factory" if isinstance(default, type) else "default"
+    return field(**{kind: default}, metadata={"doc": doc})
+
+
 @dataclass
 class RewardsConfig:
     """Which rewards make up the total, and how they are computed. OmegaConf can hold every field."""
 
-    weights: dict[str, float] = field(
-        default_factory=dict,
-        metadata={"doc": "Reward name -> weight; the total is the sum of weight * reward (0 only reports it)."},
+    weights: dict[str, float] = setting(
+        dict, "Reward name -> weight; the total is the sum of weight * reward (0 only reports it)."
     )
-    options: dict[str, Any] = field(
-        default_factory=dict, metadata={"doc": "Reward name -> its keyword options, such as {countdown: {valid: 0.0}}."}
+    options: dict[str, Any] = setting(dict, "Reward name -> its keyword options, such as {countdown: {valid: 0.0}}.")
+    files: list[str] = setting(list, "Python files outside rewards/ whose @register functions can be used as well.")
+    processes: int = setting(2, "Worker processes of each engine that grade side by side.")
+    timeout_seconds: float = setting(
+        5.0, "How long a reward may take on a completion (a batched one: a call) before its worker is killed."
     )
-    files: list[str] = field(
-        default_factory=list,
-        metadata={"doc": "Python files outside rewards/ whose @register functions can be used as well."},
+    timeouts: dict[str, float] = setting(
+        dict, "Reward name -> its own limit in seconds, such as {judge: 120}; wins over what it asks for."
     )
-    processes: int = field(default=2, metadata={"doc": "Worker processes of each engine that grade side by side."})
-    timeout_seconds: float = field(
-        default=5.0,
-        metadata={
-            "doc": "How long a reward may take on a completion (a batched one: a call) before its worker is killed."
-        },
-    )
-    timeouts: dict[str, float] = field(
-        default_factory=dict,
-        metadata={"doc": "Reward name -> its own limit in seconds, such as {judge: 120}; wins over what it asks for."},
-    )
-    memory_megabytes: int = field(
-        default=4096, metadata={"doc": "Memory of its own that a worker process, and each that it starts, may take."}
-    )
+    memory_megabytes: int = setting(4096, "Memory of its own that a worker process, and each that it starts, may take.")
 
 
 def validate(config: RewardsConfig) -> None:

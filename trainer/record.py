@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo.config import ConfigError
+from grpo.sources import reason
 
 
 def open_record(folder: Path, start_step: int) -> list[dict]:
@@ -129,7 +130,7 @@ class Wandb:
             id_file.write_text(secrets.token_hex(4))
             run = wandb.init(mode="offline", id=id_file.read_text(), resume="allow", **arguments)
             kept = f"This run is kept offline; upload it later with: wandb sync {Path(run.dir).parent}"
-            self._say(f"wandb: {_first_line(error)} {kept}")
+            self._say(f"wandb: {reason(error)}. {kept}")
         # A step of our own, because wandb's drops the steps that a resumed run does again.
         run.define_metric("step")
         run.define_metric("*", step_metric="step")
@@ -149,8 +150,4 @@ class Wandb:
         except Exception as error:  # noqa: BLE001 - a dashboard must not end a training run
             self._stopped = True
             way_on = "the run goes on and metrics.jsonl has every step"
-            self._say(f"warning: wandb stopped ({_first_line(error)}); {way_on}.")
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+            self._say(f"warning: wandb stopped ({reason(error)}); {way_on}.")

@@ -196,7 +196,7 @@ def test_wandb_goes_offline_when_the_mode_asked_for_fails(tmp_path, wandb_inits,
         monkeypatch.setenv("WANDB_MODE", mode)
     track(tmp_path, wandb=True).close()
     assert [arguments["mode"] for arguments in wandb_inits] == tried
-    assert ("wandb: no network This run is kept offline" in capsys.readouterr().out) == (mode is None)
+    assert ("wandb: no network. This run is kept offline" in capsys.readouterr().out) == (mode is None)
     # wandb refuses to start again under the id of an attempt that failed.
     assert len({arguments["id"] for arguments in wandb_inits}) == len(wandb_inits)
     assert wandb_inits[-1]["dir"] == str(tmp_path)
