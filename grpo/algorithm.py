@@ -38,10 +38,8 @@ class BatchConfig:
         """Raise ConfigError for the first value that cannot work."""
         check_values(self, "batch.")
         if self.prompts_per_step % self.minibatches_per_step:
-            raise ConfigError(
-                f"batch.prompts_per_step={self.prompts_per_step} cannot be cut into "
-                f"batch.minibatches_per_step={self.minibatches_per_step} equal minibatches: use a divisor."
-            )
+            cut = f"batch.minibatches_per_step={self.minibatches_per_step} equal minibatches: use a divisor"
+            raise ConfigError(f"batch.prompts_per_step={self.prompts_per_step} cannot be cut into {cut}.")
 
 
 @dataclass
@@ -206,11 +204,9 @@ class AlgorithmConfig:
         }
         for name, needed in compares.items():
             if needed and samples_per_prompt < 2:
-                raise ConfigError(
-                    f"algorithm.{name}={getattr(self, name)} and batch.samples_per_prompt=1 contradict each other: one "
-                    "response has nothing to be compared with: use 2 samples or more"
-                    f"{', or the baseline batch_mean' if name == 'baseline' else ''}."
-                )
+                pair = f"algorithm.{name}={getattr(self, name)} and batch.samples_per_prompt=1 contradict each other"
+                way_out = f"use 2 samples or more{', or the baseline batch_mean' * (name == 'baseline')}"
+                raise ConfigError(f"{pair}: one response has nothing to be compared with: {way_out}.")
 
     @property
     def grouped(self) -> bool:

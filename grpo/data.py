@@ -140,10 +140,8 @@ def _holds_messages(value: Any) -> bool:
 
 def _as_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Those of from/value with role and content; those that have a role stay as they are."""
-    return [
-        m if m.get("role") else {"role": ROLES.get(m.get("from"), m.get("from")), "content": m.get("value")}
-        for m in messages
-    ]
+    named = ({"role": ROLES.get(m.get("from"), m.get("from")), "content": m.get("value")} for m in messages)
+    return [m if m.get("role") else other for m, other in zip(messages, named, strict=True)]
 
 
 def tokenize_prompts(
@@ -164,16 +162,12 @@ def tokenize_prompts(
     kept = [row for row, length in enumerate(lengths) if length <= limit]
     if len(kept) < len(lengths) and config.too_long == "error":
         row, length = next((row, length) for row, length in enumerate(lengths) if length > limit)
-        raise ConfigError(
-            f"{key}: the prompt of row {row} has {length} tokens and data.max_prompt_tokens is {limit} "
-            f"({len(lengths) - len(kept)} of {len(lengths)} rows are longer, the longest has {max(lengths)}); "
-            "raise it or set data.too_long=drop."
-        )
+        others = f"{len(lengths) - len(kept)} of {len(lengths)} rows are longer, the longest has {max(lengths)}"
+        fault = f"the prompt of row {row} has {length} tokens and data.max_prompt_tokens is {limit} ({others})"
+        raise ConfigError(f"{key}: {fault}; raise it or set data.too_long=drop.")
     if not kept:
-        raise ConfigError(
-            f"{key}: all {len(lengths)} prompts are longer than data.max_prompt_tokens={limit} and were dropped; "
-            f"the shortest has {min(lengths)} tokens, so raise it."
-        )
+        fault = f"all {len(lengths)} prompts are longer than data.max_prompt_tokens={limit} and were dropped"
+        raise ConfigError(f"{key}: {fault}; the shortest has {min(lengths)} tokens, so raise it.")
     return Prompts(rows, texts, tokens, kept)
 
 
@@ -251,11 +245,9 @@ def tokenize(texts: list[str], tokenizer: Tokenizer, add_special_tokens: bool) -
     try:
         return [ids for some in batches for ids in tokenizer(some, add_special_tokens=add_special_tokens)["input_ids"]]
     except Exception as error:
-        why = str(error).rpartition("error: ")[2]
-        raise ConfigError(
-            f"The model's tokenizer cannot read a prompt, such as one like {texts[0]!r:.100} ({why}): use only what is "
-            "in its vocabulary, or another model."
-        ) from error
+        wrong = f"a prompt, such as one like {texts[0]!r:.100} ({str(error).rpartition('error: ')[2]})"
+        way_out = "use only what is in its vocabulary, or another model"
+        raise ConfigError(f"The model's tokenizer cannot read {wrong}: {way_out}.") from error
 
 
 def text_of(tokens: Sequence[int], tokenizer: Tokenizer, stop: Collection[int]) -> str:
@@ -286,10 +278,9 @@ def messages_of(content: Any, config: DataConfig, where: str) -> list[dict[str, 
     if isinstance(content, str):
         return [*system, {"role": "user", "content": content}]
     if not (config.chat and _holds_messages(content)):
-        raise ConfigError(
-            f"data.prompt_column: {where} holds {content!r:.60} in {config.prompt_column}, which is not text; "
-            "name a text column, set data.template or, for messages, data.chat=true."
-        )
+        fault = f"{where} holds {content!r:.60} in {config.prompt_column}, which is not text"
+        way_out = "name a text column, set data.template or, for messages, data.chat=true"
+        raise ConfigError(f"data.prompt_column: {fault}; {way_out}.")
     messages = [*system, *_as_messages(content)]
     for m in messages:
         if not (isinstance(m["role"], str) and (isinstance(m.get("content"), str | list) or m.get("tool_calls"))):

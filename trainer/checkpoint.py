@@ -86,10 +86,8 @@ class Checkpoints:
 
         def check() -> str:
             free, all_of_them = shutil.disk_usage(folder).free, copies * self.needed
-            said = (
-                f"Checkpoints need {in_units(self.needed)} of disk each, {in_units(all_of_them)} for {copies} at once"
-            )
-            said += f"; {folder} has {in_units(free)} free"
+            needed = f"{in_units(self.needed)} of disk each, {in_units(all_of_them)} for {copies} at once"
+            said = f"Checkpoints need {needed}; {folder} has {in_units(free)} free"
             if free < self.needed and config.on_full_disk == "stop":
                 way_out = "choose another tracking.folder, or leave them out by checkpoint.on_full_disk=skip"
                 raise ConfigError(f"{said}, too little for the first: make room, {way_out}.")
@@ -205,11 +203,9 @@ class Checkpoints:
             shutil.rmtree(partial, ignore_errors=True)
         if not full:
             raise error or RuntimeError(f"Another rank could not write {partial}.")
-        free = shutil.disk_usage(self.run_folder).free
-        said = (
-            f"The disk is full: the checkpoint of step {step} needs {in_units(self.needed)}, and {self.run_folder} has "
-        )
-        said += f"{in_units(free)} free. Earlier checkpoints are whole"
+        free = in_units(shutil.disk_usage(self.run_folder).free)
+        needs = f"step {step} needs {in_units(self.needed)}, and {self.run_folder} has {free} free"
+        said = f"The disk is full: the checkpoint of {needs}. Earlier checkpoints are whole"
         if self.config.checkpoint.on_full_disk == "stop":
             raise ConfigError(f"{said}: make room, and go on with checkpoint.resume=true.")
         if is_controller():

@@ -102,17 +102,12 @@ class EvaluationConfig:
     def check(self, rewards: Collection[str]) -> None:
         """Raise ConfigError for the first value that cannot work with these `rewards`."""
         if self.accuracy is not None and self.accuracy not in rewards:
-            names = ", ".join(rewards)
-            raise ConfigError(
-                f"evaluation.accuracy={self.accuracy} is none of the rewards of rewards.weights: use one of {names}."
-            )
+            fault = f"evaluation.accuracy={self.accuracy} is none of the rewards of rewards.weights"
+            raise ConfigError(f"{fault}: use one of {', '.join(rewards)}.")
         if self.temperature == 0 and self.samples_per_prompt > 1:
-            same = (
-                f"all {self.samples_per_prompt} samples of a prompt are the same: set evaluation.samples_per_prompt=1"
-            )
-            raise ConfigError(
-                f"evaluation.temperature=0 takes the likeliest token, with which {same}, or a temperature."
-            )
+            same = f"all {self.samples_per_prompt} samples of a prompt are the same"
+            way_out = "set evaluation.samples_per_prompt=1, or a temperature"
+            raise ConfigError(f"evaluation.temperature=0 takes the likeliest token, with which {same}: {way_out}.")
         try:
             re.compile(self.answer_pattern or "")
         except re.error as error:
@@ -247,10 +242,8 @@ class TrainConfig(RunConfig):
         self.check_sampling(world)
         update, dp_size = self.batch.samples_per_update, world // self.actor.tensor_parallel
         if update < dp_size:
-            raise ConfigError(
-                f"An update has {update} samples (prompts_per_step x samples_per_prompt / minibatches_per_step), "
-                f"fewer than the {dp_size} data-parallel ranks: raise batch.prompts_per_step."
-            )
+            has = f"An update has {update} samples (prompts_per_step x samples_per_prompt / minibatches_per_step)"
+            raise ConfigError(f"{has}, fewer than the {dp_size} data-parallel ranks: raise batch.prompts_per_step.")
         prompts, engines = self.batch.prompts_per_step, world // self.rollout.tensor_parallel
         if prompts < engines:
             idle = f"some of {engines} engines without a prompt"
@@ -259,11 +252,9 @@ class TrainConfig(RunConfig):
         for name in ("mask_no_signal", "resample_rounds"):
             by_total = getattr(self.algorithm, name) and self.algorithm.signal_reward is None
             if by_total and not any(self.rewards.weights.values()):
+                gives_up = f"algorithm.{name}={getattr(self.algorithm, name)} gives up groups of equal rewards"
                 way_out = "leave it out, or name the reward to judge by as algorithm.signal_reward"
-                raise ConfigError(
-                    f"algorithm.{name}={getattr(self.algorithm, name)} gives up groups of equal rewards, and with all "
-                    f"of rewards.weights 0 that is each: {way_out}."
-                )
+                raise ConfigError(f"{gives_up}, and with all of rewards.weights 0 that is each: {way_out}.")
         if self.teacher is not None:
             self.check_teacher(self.teacher)
 
@@ -296,18 +287,16 @@ class TrainConfig(RunConfig):
             raise ConfigError(f"rewards.weights has 'environment', and there is no environment: {way_out}.")
         most, turn = self.rollout.max_response_tokens, self.environments.max_turn_tokens
         if turn is not None and turn > most:
-            way_out = "lower it, or leave it out"
-            raise ConfigError(
-                f"environments.max_turn_tokens={turn} is more than a whole conversation may have, "
-                f"rollout.max_response_tokens={most}: {way_out}."
-            )
+            whole = f"a whole conversation may have, rollout.max_response_tokens={most}"
+            raise ConfigError(f"environments.max_turn_tokens={turn} is more than {whole}: lower it, or leave it out.")
         self.evaluation.check(self.rewards.weights)
 
     def check_longest(self) -> None:
         """Raise ConfigError where the longest sample fits neither a micro-batch nor the model."""
         prompt, response = self.data.max_prompt_tokens, self.rollout.max_response_tokens
-        made_of = f"data.max_prompt_tokens={prompt} + rollout.max_response_tokens={response}"
-        self.check_length(prompt + response, made_of)
+        self.check_length(
+            prompt + response, f"data.max_prompt_tokens={prompt} + rollout.max_response_tokens={response}"
+        )
 
     def sizes(self) -> dict[str, int]:
         """What a step has how many of."""

@@ -32,11 +32,8 @@ def generate(given: argparse.Namespace, device: torch.device, pulse: Pulse) -> N
     with model_at(given.model, given.step) as (path, _, _):
         model = ModelConfig(path=path)
         check_weights(model)
-        tokenizer, stop, positions = (
-            read_tokenizer(model),
-            stop_tokens(model),
-            read_config(model).max_position_embeddings,
-        )
+        tokenizer, stop = read_tokenizer(model), stop_tokens(model)
+        positions = read_config(model).max_position_embeddings
         if given.system and not tokenizer.chat_template:
             raise ConfigError(f"--system needs a chat template, which {given.model} lacks: write it into the prompt.")
         engine = TorchEngine(model, device, 1, share_of_memory(device, 0.9))

@@ -31,10 +31,9 @@ class Run:
     def check_unfinished(self, steps: int | None) -> None:
         """Raise ConfigError where a run of so many `steps` has none left; None: they are not known yet."""
         if self.resumed is not None and not self.auto and steps is not None and self.step >= steps:
-            raise ConfigError(
-                f"checkpoint.resume=true, but {self.folder} is finished: its newest checkpoint is of step {self.step} "
-                f"and steps={steps}; raise steps to train on, or write the policy with python -m trainer export."
-            )
+            finished = f"{self.folder} is finished: its newest checkpoint is of step {self.step} and steps={steps}"
+            way_out = "raise steps to train on, or write the policy with python -m trainer export"
+            raise ConfigError(f"checkpoint.resume=true, but {finished}; {way_out}.")
 
     def begin(self) -> str:
         """Move an earlier run's folder to the first free NAME.previous-N; returns what to tell the user."""

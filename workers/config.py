@@ -79,10 +79,9 @@ class LoraConfig:
         if not self.targets:
             raise ConfigError("actor.lora.targets is empty, which leaves nothing to train: name at least one layer.")
         if tensor_parallel > 1:
-            raise ConfigError(
-                f"actor.lora.rank={self.rank} does not go with actor.tensor_parallel={tensor_parallel}, as adapters "
-                "are not cut that way: use actor.tensor_parallel=1, which shards the model over all processes."
-            )
+            pair = f"actor.lora.rank={self.rank} does not go with actor.tensor_parallel={tensor_parallel}"
+            way_out = "use actor.tensor_parallel=1, which shards the model over all processes"
+            raise ConfigError(f"{pair}, as adapters are not cut that way: {way_out}.")
         if find_spec("peft") is None:
             raise ConfigError(f"actor.lora.rank={self.rank} needs the package peft: pip install peft.")
 

@@ -125,9 +125,8 @@ class SharedMemory:
         rows |= {"free": free, "in total": total}
         asleep = ", ".join(sorted(self.engine.asleep)) or "nothing"
         lines = [f"  {name:<42} {_gib(size):>12}" for name, size in rows.items()]
-        return "\n".join(
-            [f"Memory of {self.device} (rank {dist.get_rank()}); the engine has let go of {asleep}:", *lines]
-        )
+        title = f"Memory of {self.device} (rank {dist.get_rank()}); the engine has let go of {asleep}:"
+        return "\n".join([title, *lines])
 
 
 def bytes_of(tensors: Iterable[torch.Tensor]) -> int:

@@ -78,10 +78,8 @@ class RolloutConfig:
                 raise ConfigError("rollout.tensor_parallel and rollout.sglang need rollout.engine=sglang.")
             return
         if world % self.tensor_parallel or local_world % self.tensor_parallel:
-            raise ConfigError(
-                f"rollout.tensor_parallel={self.tensor_parallel} does not divide the {local_world} process(es) of a "
-                "machine, and an engine does not span machines."
-            )
+            fault = f"rollout.tensor_parallel={self.tensor_parallel} does not divide the {local_world} process(es)"
+            raise ConfigError(f"{fault} of a machine, and an engine does not span machines.")
         check_sglang(self.sglang)
 
 
@@ -96,14 +94,11 @@ def check_sglang(options: Mapping[str, Any]) -> None:
     numbers = tuple(int(part) for part in installed.split("+")[0].split(".")[:3] if part.isdigit())
     if not FIRST <= numbers < BEYOND:
         first, beyond = (".".join(map(str, edge)) for edge in (FIRST, BEYOND))
-        raise ConfigError(
-            f"SGLang {installed} is installed, and {first} up to, but not, {beyond} are supported: use {INSTALL}."
-        )
+        known = f"{first} up to, but not, {beyond} are supported"
+        raise ConfigError(f"SGLang {installed} is installed, and {known}: use {INSTALL}.")
     if "expandable_segments:True" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""):
-        raise ConfigError(
-            "PYTORCH_CUDA_ALLOC_CONF has expandable_segments:True, with which memory cannot be shared with SGLang: "
-            "leave it out."
-        )
+        why = "with which memory cannot be shared with SGLang: leave it out"
+        raise ConfigError(f"PYTORCH_CUDA_ALLOC_CONF has expandable_segments:True, {why}.")
     if not options:
         return
     from sglang.srt.server_args import ServerArgs

@@ -56,9 +56,8 @@ def checked(buckets: Iterable[Bucket], shapes: Mapping[str, torch.Size]) -> Iter
             if name not in shapes:
                 raise ValueError(f"The engine's model has no weight {name!r}.")
             if shapes[name] != shape:
-                raise ValueError(
-                    f"The engine's weight {name!r} has the shape {tuple(shapes[name])}, not {tuple(shape)}."
-                )
+                has = tuple(shapes[name])
+                raise ValueError(f"The engine's weight {name!r} has the shape {has}, not {tuple(shape)}.")
             if name not in missing:
                 raise ValueError(f"The weight {name!r} was sent twice.")
             missing.discard(name)

@@ -98,9 +98,8 @@ def _response(meta: dict[str, Any], sampling: Sampling) -> Response:
     reason = meta["finish_reason"]["type"]
     if reason not in ("stop", "length", "abort") or (reason == "abort" and meta["finish_reason"].get("status_code")):
         raise RuntimeError(f"a response ended with {meta['finish_reason']}")
-    logprobs, tokens, *_ = (
-        zip(*meta["output_token_logprobs"], strict=True) if meta["output_token_logprobs"] else ((), ())
-    )
+    found = meta["output_token_logprobs"]
+    logprobs, tokens, *_ = zip(*found, strict=True) if found else ((), ())
     # A stop token at the last place counts as reached length in some versions.
     if reason == "length" and tokens[-1] in sampling.stop:
         reason = "stop"

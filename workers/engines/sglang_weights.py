@@ -60,9 +60,8 @@ class WeightTransport:
             held = set(self._ask(tell_names, []))
         known = {self.family.engine_name(name) for name in self.shapes}
         if held != known:
-            raise EngineFailure(
-                f"SGLang's model and the trainer's do not have the same weights: they differ in {min(held ^ known)!r}."
-            )
+            both = "SGLang's model and the trainer's do not have the same weights"
+            raise EngineFailure(f"{both}: they differ in {min(held ^ known)!r}.")
         self.names_agree = True
 
     @contextmanager

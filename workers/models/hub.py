@@ -83,9 +83,8 @@ def read_tokenizer(config: ModelConfig) -> transformers.PreTrainedTokenizerBase:
             raise ValueError("what is there knows no words")
     except (OSError, ValueError) as error:
         way_out = f"save one there with tokenizer.save_pretrained ({str(error).splitlines()[0]})"
-        raise ConfigError(
-            f"model.path={config.path} has no tokenizer that transformers can read: {way_out}."
-        ) from error
+        fault = f"model.path={config.path} has no tokenizer that transformers can read"
+        raise ConfigError(f"{fault}: {way_out}.") from error
     if tokenizer.eos_token_id is None:
         way_out = "set eos_token in its tokenizer_config.json"
         raise ConfigError(f"The tokenizer of model.path={config.path} has no end-of-sequence token: {way_out}.")

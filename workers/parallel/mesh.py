@@ -48,10 +48,8 @@ def pick_device(device: str) -> torch.device:
         raise ConfigError(f"device=cuda was asked for, but torch sees no CUDA device: {way_out}.")
     count, local_world = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if local_world > count:
-        raise ConfigError(
-            f"{local_world} processes were started on this machine, which has {count} CUDA device(s): "
-            f"start at most {count} with --nproc-per-node, or use device=cpu."
-        )
+        fault = f"{local_world} processes were started on this machine, which has {count} CUDA device(s)"
+        raise ConfigError(f"{fault}: start at most {count} with --nproc-per-node, or use device=cpu.")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
 
 
@@ -79,7 +77,6 @@ def take_threads(operations: int) -> str:
     wanted = max(1, each) if operations >= MANY else 1
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(wanted)
-        return ""
     if "TORCHELASTIC_RUN_ID" not in os.environ or torch.get_num_threads() >= wanted:
         return ""
     return f"Each process has {torch.get_num_threads()} thread(s): OMP_NUM_THREADS={wanted} would use all cores."
@@ -288,10 +285,8 @@ class InferenceLayout:
 def count_shards(world: int, replicate: int, tensor: int) -> int:
     """How many shards `world` processes make; raises ConfigError where replicate x tensor does not divide them."""
     if world % (replicate * tensor):
-        raise ConfigError(
-            f"{world} process(es) cannot be cut into actor.replicate={replicate} x "
-            f"actor.tensor_parallel={tensor}: start a multiple of {replicate * tensor} processes."
-        )
+        cut = f"{world} process(es) cannot be cut into actor.replicate={replicate} x actor.tensor_parallel={tensor}"
+        raise ConfigError(f"{cut}: start a multiple of {replicate * tensor} processes.")
     return world // (replicate * tensor)
 
 
