@@ -5,6 +5,7 @@ own on the GPUs of the whole group. Weights reach it in buckets, from every rank
 ids go in, token ids and log-probabilities come out.
 """
 
+import gc
 import multiprocessing
 import tempfile
 import time
@@ -69,6 +70,9 @@ class SGLangEngine:
                 self.process.start(arguments | {"random_seed": seed, "custom_weight_loader": list(QUESTIONS.values())})
             deterministic = bool(config.sglang.get("enable_deterministic_inference"))
             self.requests = Requests(self.process.engine, deterministic)
+            # What was imported stays: a collection that looks through it holds up all requests for 0.1 s and more.
+            gc.collect()
+            gc.freeze()
         else:
             import sglang.srt.managers.io_struct  # takes seconds, in which the others start the engine
             import sglang.srt.utils  # noqa: F401
