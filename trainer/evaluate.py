@@ -5,7 +5,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -42,9 +42,8 @@ def evaluate(given: argparse.Namespace, config: TrainConfig, device: torch.devic
     ConfigError for what cannot be evaluated.
     """
     begun, n, settings = time.monotonic(), config.evaluation.samples_per_prompt, without_secrets(config)
-    out = given.out or (find_run(given.model) or Path()) / "eval.json"
+    out = on_controller(lambda: find_out(given))
     with ExitStack() as stack:
-        on_controller(lambda: try_to_write(filter(None, (out, given.samples))))
         pulse("reading the model and the data")
         found = on_controller(lambda: stack.enter_context(model_at(given.model, given.step)))
         config.model.path, step, version = from_controller(found)
@@ -106,13 +105,15 @@ def evaluate(given: argparse.Namespace, config: TrainConfig, device: torch.devic
         given.samples.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def try_to_write(paths: Iterable[Path]) -> None:
-    """Raise OSError for a file that cannot be written; leaves all as it was."""
-    for path in paths:
+def find_out(given: argparse.Namespace) -> Path:
+    """Where the report goes; raises OSError where it or the samples cannot be written. Leaves all as it was."""
+    out = given.out or (find_run(given.model) or Path()) / "eval.json"
+    for path in filter(None, (out, given.samples)):
         there = path.exists()
         path.open("a").close()
         if not there:
             path.unlink()
+    return out
 
 
 def load_parts(config: TrainConfig, by: str | None) -> tuple[list[Prompt], dict[str, list[int]]]:
