@@ -11,7 +11,6 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from enum import Enum
 
 import torch
 from tensordict import TensorDict
@@ -32,14 +31,6 @@ BUCKET_BYTES = 512 * 2**20
 """Weights that travel to the engine at once; up to two such buckets are held."""
 
 
-class State(Enum):
-    """Who owns the memory."""
-
-    TRAINING = "the trainer owns the memory"
-    WEIGHTS_AWAKE = "the engine's weights can be written"
-    SERVING = "the engine serves"
-
-
 class ShardingManager:
     """Moves the actor's weights into the rollout engine, once for each version of them.
 
@@ -57,7 +48,7 @@ class ShardingManager:
         weights, adapters = actor.policy.weights(), adapters_of(actor.policy.causal_lm)
         self.gatherer = Gatherer(weights, actor.layout, self.engine.dtype, BUCKET_BYTES, adapters)
         self.memory = SharedMemory(actor, refs, rollout, self.gatherer.bytes, self.peaks)
-        self.state = State.TRAINING
+        self.is_serving = False
         self.updates = 0
         self.verified: int | None = None
         self.metrics: dict[str, float] = {}
@@ -66,8 +57,9 @@ class ShardingManager:
     @contextmanager
     def serving(self) -> Iterator[None]:
         """The engine is awake inside this block and holds exactly the actor's weights."""
-        if self.state is not State.TRAINING:
-            raise RuntimeError(f"serving() was entered twice: {self.state.value}.")
+        if self.is_serving:
+            raise RuntimeError("serving() was entered twice.")
+        self.is_serving = True
         self.metrics = defaultdict(float, {"sync/bytes": 0})
         try:
             self._enter_serving()
@@ -78,7 +70,7 @@ class ShardingManager:
         finally:
             with self._phase("release"):
                 self.engine.sleep(RELEASES[self.memory.release])
-            self.state = State.TRAINING
+            self.is_serving = False
             with self._phase("reload"):
                 self.actor.reload()
                 for ref in self.refs:
@@ -94,7 +86,6 @@ class ShardingManager:
         with self._phase("wake_weights"):
             self.memory.make_room(WEIGHTS)
             self.engine.wake_weights()
-        self.state = State.WEIGHTS_AWAKE
         if self.rollout.version != self.actor.version or not self.engine.holds_weights:
             self._update()
         with self._phase("offload"):
@@ -102,7 +93,6 @@ class ShardingManager:
         with self._phase("wake_kv"):
             self.memory.make_room(KV_CACHE)
             self.engine.wake()
-        self.state = State.SERVING
 
     def _update(self) -> None:
         # Half-updated weights have no version: whatever is sampled after a failure here is refused.
@@ -138,10 +128,8 @@ def expect_current(batch: TensorDict | None, version: int) -> None:
         return
     versions = batch["versions"].values()[batch["response_mask"].values()].unique().tolist()
     if versions != [version]:
-        raise RuntimeError(
-            f"The batch was sampled from weights of version {versions}, and the actor is at {version}: the engine's "
-            "weights are stale."
-        )
+        sampled = f"The batch was sampled from weights of version {versions}, and the actor is at {version}"
+        raise RuntimeError(f"{sampled}: the engine's weights are stale.")
 
 
 def judge_gap(metrics: Mapping[str, float], sharding: ShardingManager) -> str | None:
@@ -162,10 +150,8 @@ def judge_gap(metrics: Mapping[str, float], sharding: ShardingManager) -> str | 
         return None
     if abs(metrics["rollout/gap_correlation"]) > 0.7:
         stretch = max(1 + metrics["rollout/gap_slope"], 1e-3)
-        cause = (
-            f"the temperature: the engine seems to sample at {config.temperature / stretch:.2g}, and the trainer "
-            f"computes at {config.temperature:g}"
-        )
+        seems = f"the engine seems to sample at {config.temperature / stretch:.2g}"
+        cause = f"the temperature: {seems}, and the trainer computes at {config.temperature:g}"
     elif dtype != torch.float32 and gap < 2 * bound:
         cause = (
             f"rounding: both sides compute in {str(dtype).removeprefix('torch.')}, with other kernels each. Try "
@@ -182,10 +168,8 @@ def judge_gap(metrics: Mapping[str, float], sharding: ShardingManager) -> str | 
             f"{sharding.verified}; rollout.verify_every=1 compares them each time"
         )
     name, limit = ("gap_error", config.gap_error) if gap > config.gap_error else ("gap_warning", config.gap_warning)
-    message = (
-        f"Rollout and trainer log-probabilities differ by {gap:.3g} on average (KL {metrics['rollout/kl']:.3g}), more "
-        f"than rollout.{name}={limit:g}. The likely cause is {cause}."
-    )
+    apart = f"differ by {gap:.3g} on average (KL {metrics['rollout/kl']:.3g}), more than rollout.{name}={limit:g}"
+    message = f"Rollout and trainer log-probabilities {apart}. The likely cause is {cause}."
     if name == "gap_error":
         raise ConfigError(message)
     kind = cause.split(":")[0]

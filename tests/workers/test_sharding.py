@@ -18,7 +18,7 @@ from workers.memory import bytes_of
 from workers.parallel.gather import Gatherer
 from workers.ref import RefWorker
 from workers.rollout import RolloutWorker
-from workers.sharding import ShardingManager, State, expect_current, judge_gap
+from workers.sharding import ShardingManager, expect_current, judge_gap
 
 
 class WatchedEngine(TorchEngine):
@@ -83,12 +83,12 @@ def assert_engine_has_the_actors_weights(sharding):
 
 def test_inside_the_block_the_engine_serves_the_actors_weights_and_after_it_sleeps(sharding, hf_model):
     engine = sharding.rollout.engine
-    assert sharding.state is State.TRAINING
+    assert not sharding.is_serving
     with sharding.serving():
-        assert sharding.state is State.SERVING
+        assert sharding.is_serving
         assert engine.serving
         assert_engine_has_the_actors_weights(sharding)
-    assert sharding.state is State.TRAINING
+    assert not sharding.is_serving
     assert not engine.serving
     assert all(torch.equal(engine.weights[name], tensor) for name, tensor in hf_model.named_parameters())
 
@@ -98,13 +98,13 @@ def test_serving_inside_serving_is_refused_and_the_outer_block_goes_on(sharding,
         with pytest.raises(RuntimeError, match="entered twice"), sharding.serving():
             pass
         assert len(sharding.rollout.generate(prompts, 1)) == 2
-    assert sharding.state is State.TRAINING
+    assert not sharding.is_serving
 
 
 def test_the_engine_sleeps_after_a_block_that_raises(sharding, prompts):
     with pytest.raises(KeyError, match="inside"), sharding.serving():
         raise KeyError("inside")
-    assert sharding.state is State.TRAINING
+    assert not sharding.is_serving
     assert not sharding.rollout.engine.serving
     assert len(rollout(sharding, prompts)) == 4
 
