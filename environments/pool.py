@@ -40,6 +40,29 @@ class Failed(Exception):
         self.kind, self.gone = kind, gone
 
 
+Answer = Future | asyncio.Future
+"""(kind, result) to come; of a loop's future, the loop is woken."""
+
+
+def _give(answers: list[tuple[Answer | None, tuple[str, Any]]]) -> None:
+    """Set the results of all that still want one; those that a loop waits for in one turn of it."""
+    waiting: dict[asyncio.AbstractEventLoop, list] = {}
+    for answer, result in answers:
+        if isinstance(answer, Future):
+            answer.set_result(result)
+        elif answer is not None:
+            waiting.setdefault(answer.get_loop(), []).append((answer, result))
+
+    def give(answers: list) -> None:
+        for answer, result in answers:
+            if not answer.done():
+                answer.set_result(result)
+
+    for loop, some in waiting.items():
+        with contextlib.suppress(RuntimeError):  # it is closed: nobody waits
+            loop.call_soon_threadsafe(give, some)
+
+
 class Process:
     """One process, with a thread for each of its pipes, so that nobody waits for it who does not want to."""
 
@@ -68,18 +91,16 @@ class Process:
         for thread in self._threads:
             thread.start()
 
-    def ask(self, conversation: int, what: str, *arguments: Any) -> Future:
-        """(kind, result) to come."""
-        future: Future = Future()
-        future.set_running_or_notify_cancel()  # so that who gives up waiting cannot cancel it
+    def ask(self, answer: Answer, conversation: int, what: str, *arguments: Any) -> None:
+        """Have (kind, result) in `answer` when it comes."""
         with self._lock:
-            if self.ended:
-                future.set_result(("crash", self.ended))
-                return future
-            number = next(self._numbers)
-            self._answers[number] = future
-        self._outbox.put(pickle.dumps((number, conversation, what, *arguments)))
-        return future
+            ended, number = self.ended, next(self._numbers)
+            if not ended:
+                self._answers[number] = answer
+        if ended:
+            _give([(answer, ("crash", ended))])
+        else:
+            self._outbox.put(pickle.dumps((number, conversation, what, *arguments)))
 
     def end(self, patience: float) -> None:
         """Let it close its environments for up to `patience` seconds, and kill it with all that it started."""
@@ -108,15 +129,17 @@ class Process:
                     self.popen.stdin.flush()
 
     def _read(self) -> None:
-        for line in self.popen.stdout:
+        begun = b""
+        while data := self.popen.stdout.read1(1 << 16):
+            *lines, begun = (begun + data).split(b"\n")
             try:
-                number, kind, result = json.loads(line)
+                said = {number: (kind, result) for number, kind, result in map(json.loads, lines)}
             except (ValueError, TypeError):  # an environment wrote where its process answers
                 break
             with self._lock:
-                answer = self._answers.pop(number, None)
-            if answer is not None:
-                answer.set_result((kind, result))
+                given = [(self._answers.pop(number, None), result) for number, result in said.items()]
+            # All at once: a loop that is woken for each would send each one's next turn to the engine alone.
+            _give(given)
         with contextlib.suppress(subprocess.TimeoutExpired):  # its stdout closes a moment before it has exited
             self.popen.wait(1.0)
         self.kill()
@@ -126,8 +149,7 @@ class Process:
         with self._lock:
             self.ended = f"its process {how}; stderr: {self._said.strip() or 'empty'}"
             lost, self._answers = self._answers, {}
-        for answer in lost.values():
-            answer.set_result(("crash", self.ended))
+        _give([(answer, ("crash", self.ended)) for answer in lost.values()])
         self._outbox.put(None)
         shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -208,7 +230,7 @@ class EnvironmentPool(contextlib.AbstractContextManager):
         process = min(taking, key=lambda process: process.conversations)
         process.conversations += 1
         number = next(self._numbers)
-        process.ask(number, "open", name)
+        process.ask(Future(), number, "open", name)
         return Session(process, number, name, find(name).seconds or self.config.timeout_seconds)
 
 
@@ -245,7 +267,8 @@ class Session:
     def close(self) -> None:
         """Have the environment closed, and do not wait for it. A second time does nothing."""
         if self.number:
-            answer = self.process.ask(self.number, "close")
+            answer: Future = Future()
+            self.process.ask(answer, self.number, "close")
             self.process.closing.append((time.monotonic() + self.seconds, answer))
             self.process.conversations -= 1
             self.number, self.gone = 0, True
@@ -254,23 +277,20 @@ class Session:
     async def _ask(self, what: str, *arguments: Any) -> Any:
         if self.gone:
             raise Failed("gone", "the environment has ended", gone=True)
-        clock = asyncio.get_running_loop().time
-        begun = clock()
-        answer = asyncio.wrap_future(self.process.ask(self.number, what, *arguments))
+        loop = asyncio.get_running_loop()
+        begun, answer = loop.time(), loop.create_future()
+        self.process.ask(answer, self.number, what, *arguments)
         # The first conversations of a process begin before it has imported what they need.
         limit = self.seconds if self.name in self.process.begun else START_SECONDS
+        late = loop.call_later(limit, _give, [(answer, ("timeout", f"{what} took longer than {limit:g} seconds"))])
         try:
-            await asyncio.wait({answer}, timeout=limit)
+            kind, result = await answer
         finally:
-            self.waited += clock() - begun
-        if not answer.done():
-            answer.cancel()
-            self.gone = self.process.retired = True
-            raise Failed("timeout", f"{what} took longer than {limit:g} seconds", gone=True)
-        kind, result = answer.result()
+            late.cancel()
+            self.waited += loop.time() - begun
         if kind == "ok":
             return result
         # What is left after it ran out of memory is not to be trusted.
-        self.process.retired |= kind == "memory"
-        self.gone = kind in ("crash", "memory")
+        self.process.retired |= kind in ("memory", "timeout")
+        self.gone = kind in ("crash", "memory", "timeout")
         raise Failed(kind, result, self.gone)

@@ -97,10 +97,10 @@ class Trajectory:
         self._add(tokens, False, np.zeros(len(tokens), np.float32), -1)
 
     def _add(self, tokens: Sequence[int], sampled: bool, logprobs: np.ndarray, version: int) -> None:
-        self.tokens = np.append(self.tokens, np.fromiter(tokens, np.int64, len(tokens)))
-        self.mask = np.append(self.mask, np.full(len(tokens), sampled))
-        self.logprobs = np.append(self.logprobs, logprobs)
-        self.versions = np.append(self.versions, np.full(len(tokens), version))
+        self.tokens = np.concatenate([self.tokens, np.fromiter(tokens, np.int64, len(tokens))])
+        self.mask = np.concatenate([self.mask, np.full(len(tokens), sampled)])
+        self.logprobs = np.concatenate([self.logprobs, logprobs])
+        self.versions = np.concatenate([self.versions, np.full(len(tokens), version)])
 
 
 def jagged(rows: Sequence[torch.Tensor]) -> torch.Tensor:
