@@ -70,9 +70,10 @@ class SGLangEngine:
                 self.process.start(arguments | {"random_seed": seed, "custom_weight_loader": list(QUESTIONS.values())})
             deterministic = bool(config.sglang.get("enable_deterministic_inference"))
             self.requests = Requests(self.process.engine, deterministic)
-            # What was imported stays: a collection that looks through it holds up all requests for 0.1 s and more.
+            # What was imported stays, here and in SGLang's processes: a collection that looks through it holds up all
+            # requests for 0.1 s and more.
             gc.collect()
-            gc.freeze()
+            self.process.ask("freeze of what it imported", self.process.engine.freeze_gc)
         else:
             import sglang.srt.managers.io_struct  # takes seconds, in which the others start the engine
             import sglang.srt.utils  # noqa: F401
