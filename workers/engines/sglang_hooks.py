@@ -39,6 +39,7 @@ def run_scheduler(*args: Any, **kwargs: Any) -> None:
     if TOKENIZER in os.environ:
         end_at_stop_strings(os.environ[TOKENIZER])
     leave_no_shared_memory()
+    cache_turns_once()
     listen_locally()
     run_scheduler_process(*args, **kwargs)
 
@@ -54,6 +55,23 @@ def leave_no_shared_memory() -> None:
         os.unlink(path)
 
     ShmLoadSnapshotWriter.__init__ = __init__
+
+
+def cache_turns_once() -> None:
+    """Have what a request adds to a prefix that is cached already cached when it ends, not at its first token, too.
+
+    Only samples of one prompt share a prefix, and that is cached before they begin: what follows is nobody else's
+    until the next turn. It takes the scheduler as long as the rest that it does for a request.
+    """
+    from sglang.srt.managers.scheduler_components import batch_result_processor
+
+    cache = batch_result_processor.maybe_cache_unfinished_req
+
+    def cache_unfinished(request: Any, *args: Any, **kwargs: Any) -> None:
+        if 2 * len(request.prefix_indices) < len(request.origin_input_ids):
+            cache(request, *args, **kwargs)
+
+    batch_result_processor.maybe_cache_unfinished_req = cache_unfinished
 
 
 def listen_locally() -> None:
