@@ -23,6 +23,7 @@ from tests.workers.conftest import answers_of, buckets_of
 from tests.workers.engine_probe import PROMPTS as PROBED
 from tests.workers.engine_probe import assert_converses
 from workers.config import ModelConfig
+from workers.engines import sglang_requests
 from workers.engines.config import RolloutConfig
 from workers.engines.protocol import KV_CACHE, WEIGHTS, EngineFailure, Sampling
 from workers.engines.torch_engine import TorchEngine
@@ -178,6 +179,40 @@ def test_requests_of_one_moment_travel_together_and_each_is_answered_by_itself(e
     assert [len(answer.tokens) for answer in answers] == [300, 3, 3, 20]
     assert ends[:2] == [3, 3]
     assert ends[-1] == 300
+
+
+def test_turns_that_follow_each_other_find_all_before_them_cached_and_their_logprobs_are_right(
+    engine, qwen3_untied, monkeypatch
+):
+    cached, read = [], sglang_requests._response
+
+    def remember(meta, sampling):
+        cached.append(meta["cached_tokens"])
+        return read(meta, sampling)
+
+    monkeypatch.setattr(sglang_requests, "_response", remember)
+
+    async def talk(tokens, said):
+        turns = []
+        for _ in range(4):
+            answer = await engine.sample(tokens, sampling(max_new_tokens=6))
+            turns.append((tokens, answer))
+            tokens = tokens + answer.tokens + said
+        return turns
+
+    async def talk_all():
+        prompts = [PROMPTS[2], PROMPTS[2], PROMPTS[2], PROMPTS[4]]
+        return await asyncio.gather(*(talk(prompt, [9, number]) for number, prompt in enumerate(prompts)))
+
+    turns = [turn for talk in engine.run(talk_all()) for turn in talk]
+    # Two tokens were said, and the last that was sampled may not have been fed yet.
+    grown = sorted(len(tokens) for tokens, _ in turns if len(tokens) > len(PROMPTS[2]))
+    found = sorted(cached)[-len(grown) :]
+    assert all(length - 3 <= known < length for length, known in zip(grown, found, strict=True)), (grown, found)
+    for tokens, answer in turns:
+        logp = reference(qwen3_untied[0], tokens, answer.tokens, 1.0)
+        expected = logp[torch.arange(6), answer.tokens]
+        torch.testing.assert_close(torch.tensor(answer.logprobs), expected, rtol=0, atol=1e-5)
 
 
 def test_an_abort_answers_every_request_with_what_it_has_and_the_engine_lives_on(engine, qwen3_untied):
