@@ -84,7 +84,7 @@ def test_the_tutorial_can_be_copied_line_by_line(model, place):
 def test_the_page_on_environments_can_be_copied_line_by_line(model, place):
     game, tools = blocks("environments.md", "python")
     [config] = blocks("environments.md", "yaml")
-    by_hand, data, train = blocks("environments.md", "bash")
+    by_hand, data, train, _pretrained = blocks("environments.md", "bash")
     (place / "my_game").mkdir()
     for name, text in (("nim.py", game), ("tools.py", tools), ("nim.yaml", config)):
         (place / "my_game" / name).write_text(text)
