@@ -1,19 +1,19 @@
-"""What goes from the controller to the ranks and back in a step: its bytes, and the controller's seconds.
+"""What passes between the controller and the ranks in a step, and what processors do for it.
 
     torchrun --nproc-per-node 4 -m benchmarks.dispatch              # 64 x 8 samples of 128 + 512 tokens for each rank
-    python -m benchmarks.dispatch response=4096                     # what the controller does without other ranks
+    python -m benchmarks.dispatch response=4096                     # what is left where there is one
 
-No model is there: prompts go out, samples come back and become a batch, and the rows of an update go out. Of the
-seconds, those in brackets are the controller's own work; the rest it waits, here for ranks that share its cores.
+No model is there: prompts go out, what was sampled is told to the controller, and the rows of an update go to the ranks
+that would work on them. Wall time counts waiting, here for ranks that share the cores; what the controller does beyond
+another rank is its processor's time less theirs.
 """
 
-import itertools
-import pickle
 import statistics
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,12 +23,14 @@ import torch.distributed as dist
 from benchmarks import read
 from grpo.advantages import compute_advantages, weigh_tokens
 from grpo.algorithm import AlgorithmConfig
-from grpo.batch import Trajectory, batch_of
+from grpo.batch import Trajectory
 from grpo.config import option
 from grpo.data import Prompt
 from grpo.packing import balance
-from workers.dispatch import WorkerGroup
-from workers.parallel.mesh import join, leave, make_training_layout
+from workers.dispatch import HELD, WorkerGroup
+from workers.engines.config import RolloutConfig
+from workers.parallel.mesh import join, leave, make_inference_layout, make_training_layout
+from workers.rollout import RolloutWorker, Task
 
 FIELDS = ("tokens", "response_mask", "advantages", "loss_weights", "rollout_logprobs")  # of a step's only update
 
@@ -38,7 +40,7 @@ class Settings:
     prompts: int = option(64, "of each rank")
     samples: int = option(8, "for each prompt")
     prompt: int = option(128, "tokens of each prompt")
-    response: int = option(512, "tokens of each response")
+    response: int = option(512, "tokens of each response, at most: they have from half as many on")
     rounds: int = option(5, "measured ones, after one that is not")
 
 
@@ -51,8 +53,9 @@ def make_prompts(count: int, length: int) -> list[Prompt]:
 def sample(settings: Settings, prompt: Prompt, group: int) -> Trajectory:
     """A graded response, as an engine's rank has it."""
     made = Trajectory(prompt.tokens, group, False, prompt.row, prompt.text)
-    made.add_sampled(np.random.randint(2, 150_000, settings.response), -np.random.rand(settings.response), 3)
-    made.response, made.reward = "w" * 4 * settings.response, float(made.tokens[-1] % 2)
+    length = np.random.randint(settings.response // 2, settings.response + 1)
+    made.add_sampled(np.random.randint(2, 150_000, length), -np.random.rand(length), 3)
+    made.response, made.reward = "w" * 4 * length, float(made.tokens[-1] % 2)
     made.components = {"right": made.reward}
     return made
 
@@ -60,8 +63,9 @@ def sample(settings: Settings, prompt: Prompt, group: int) -> Trajectory:
 def main() -> None:
     settings = read(Settings, sys.argv[1:])
     join(torch.device("cpu"), 300.0)
-    world, rank = dist.get_world_size(), dist.get_rank()
-    group, algorithm = WorkerGroup(make_training_layout(torch.device("cpu"))), AlgorithmConfig()
+    world, rank, device = dist.get_world_size(), dist.get_rank(), torch.device("cpu")
+    rollout = RolloutWorker(RolloutConfig(), SimpleNamespace(), make_inference_layout(device), (), 0)
+    group, algorithm = WorkerGroup(make_training_layout(device)), AlgorithmConfig()
     taken: dict[str, list[tuple[float, float]]] = {}
 
     def measure(name: str, work: Callable[[], Any]) -> Any:
@@ -72,29 +76,29 @@ def main() -> None:
         return result
 
     for _ in range(settings.rounds + 1):
-        prompts = make_prompts(settings.prompts * world, settings.prompt) if rank == 0 else None
-        told = measure("prompts out", lambda prompts=prompts: group.share(prompts, "prompts"))
-        shares = measure("who samples what", lambda told=told: balance([len(each.tokens) for each in told], world))
-        mine = [sample(settings, told[i], i) for i in shares[rank] for _ in range(settings.samples)]
-        found = measure("samples back", lambda mine=mine: group.collect(mine, "sampling"))
-
-        def put_together(found: list[list[Trajectory]] | None = found) -> Any:
-            if found is None:
-                return None
-            batch = batch_of(sorted(itertools.chain.from_iterable(found), key=lambda each: each.group))
-            return weigh_tokens(compute_advantages(batch, algorithm), algorithm)
-
-        batch = measure("a batch of them", put_together)
-        rows = measure("rows out", lambda batch=batch: group.scatter(batch, FIELDS, "rows"))
+        HELD.clear()
+        task = None
+        if rank == 0:
+            prompts = make_prompts(settings.prompts * world, settings.prompt)
+            first = HELD.begin(len(prompts) * settings.samples)
+            task = Task(prompts, settings.samples, False, 1.0, False, 0, first)
+        task = measure("prompts out", lambda task=task: rollout.group.share(task, "prompts"))
+        shares = measure("who samples what", lambda task=task: balance([len(p.tokens) for p in task.prompts], world))
+        done = [sample(settings, task.prompts[i], i) for i in shares[rank] for _ in range(settings.samples)]
+        batch = measure("samples told", lambda task=task, done=done: rollout.bring_together(task, done))
+        weighed = measure(
+            "advantages, loss weights",
+            lambda batch=batch: weigh_tokens(compute_advantages(batch, algorithm), algorithm),
+        )
+        measure("rows to the ranks", lambda batch=weighed: group.scatter(batch, FIELDS, "rows"))
+    medians = {name: [statistics.median(c) for c in zip(*each[1:], strict=True)] for name, each in taken.items()}
+    everyones = [medians] * world
+    dist.all_gather_object(everyones, medians)
     if rank == 0:
-        each = sum(field.values().nbytes if field.is_nested else field.nbytes for field in rows.values())
-        sizes = {"prompts out": len(pickle.dumps(told)), "rows out": each, "samples back": len(pickle.dumps(mine))}
-        for name, seconds in taken.items():
-            wall, own = (statistics.median(column) for column in zip(*seconds[1:], strict=True))
-            size = (
-                f"{sizes[name] / 2**20:8.2f} MiB {'to each' if 'out' in name else 'of each'}" if name in sizes else ""
-            )
-            print(f"{name:18} {wall * 1e3:8.1f} ms ({own * 1e3:.1f}) {size}")
+        print(f"{'':26}  wall, processor of the controller, of another rank: milliseconds")
+        for name, (wall, own) in medians.items():
+            other = statistics.median(each[name][1] for each in everyones[1:] or [medians])
+            print(f"{name:26} {wall * 1e3:8.1f} {own * 1e3:8.1f} {other * 1e3:8.1f}")
     leave()
 
 

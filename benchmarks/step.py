@@ -23,8 +23,9 @@ from benchmarks import read, shapes
 from benchmarks.shapes import make, random_prompts
 from grpo.advantages import compute_advantages
 from grpo.algorithm import AlgorithmConfig
-from grpo.batch import lengths_of
+from grpo.batch import Trajectory
 from grpo.config import option
+from rewards import Group
 from workers.actor import ActorWorker
 from workers.config import ActorConfig, ModelConfig
 from workers.engines.config import RolloutConfig
@@ -77,7 +78,7 @@ def main() -> None:
     layout = make_training_layout(device, settings.actor.replicate, settings.actor.tensor_parallel)
     algorithm = AlgorithmConfig()
     actor = ActorWorker(model, settings.actor, algorithm, layout, 1.0, 100)
-    worker = RolloutWorker(config, engine, engines, (), seed=0)
+    worker = RolloutWorker(config, engine, engines, (), seed=0, grade=grade)
     sharding = ShardingManager(actor, worker)
     generator = torch.Generator().manual_seed(0)
     rows = []
@@ -91,14 +92,12 @@ def main() -> None:
             entered = time.perf_counter()
             batch = worker.generate(prompts, settings.samples)
             rolled = time.perf_counter()
-        if controls:
-            batch["rewards"] = torch.tensor([float(tokens[-1] % 2) for tokens in batch["tokens"].unbind()])
         batch = compute_advantages(batch, algorithm)
         ready = time.perf_counter()
         metrics = actor.update(batch)
         ended = time.perf_counter()
         if controls:
-            tokens = sum(lengths_of(batch["tokens"]))
+            tokens = int(batch["length"].sum())
             row = {"step": ended - begun, "rollout": rolled - entered, "sync": sharding.metrics["time/sync"]}
             row |= {"update": ended - ready, "rest": ended - begun - (rolled - entered) - (ended - ready)}
             row["rest"] -= row["sync"]
@@ -111,6 +110,11 @@ def main() -> None:
         print("median: " + describe({name: statistics.median(row[name] for row in kept) for name in kept[0]}))
     engine.shutdown()
     leave()
+
+
+async def grade(trajectory: Trajectory, group: Group) -> None:
+    """Something that differs within a group."""
+    trajectory.reward = float(trajectory.tokens[-1] % 2)
 
 
 def describe(row: dict[str, float]) -> str:

@@ -13,7 +13,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from grpo.algorithm import AlgorithmConfig
-from grpo.batch import concatenate, select, with_values
+from grpo.batch import concatenate, response_lengths, select, with_values
 from grpo.choices import Returns, apply, groups_with_signal, sums_by
 
 
@@ -22,8 +22,15 @@ def _seq_ids(mask: Tensor) -> Tensor:
     return torch.arange(len(mask)).repeat_interleave(mask.offsets().diff())[mask.values()]
 
 
-def _at_responses(mask: Tensor, values_N: Tensor) -> Tensor:
-    """[B, *] float32: the values at the response tokens of response_mask [B, *], 0 elsewhere."""
+def _at_responses(batch: TensorDict, values_N: Tensor, by_token: bool = False) -> Tensor:
+    """[B, *] float32: the values at the response tokens, 0 elsewhere; [B], as given, where the batch has no tokens.
+
+    by_token: the values are of tokens, not of samples.
+    """
+    if "response_mask" not in batch:
+        return values_N.float()
+    mask = batch["response_mask"]
+    values_N = values_N if by_token else values_N[_seq_ids(mask)]
     return with_values(mask, torch.zeros(len(mask.values())).masked_scatter_(mask.values(), values_N.float()))
 
 
@@ -47,24 +54,30 @@ def compute_advantages(
 ) -> TensorDict | None:
     """Add the field `advantages` [B, *] float32: what each response token is worth by `config`, 0 elsewhere.
 
-    Reads rewards, group, response_mask, and failures and penalties [B] where there are any; old_logprobs and
-    ref_logprobs where the KL term is part of the reward, old_logprobs and teacher_logprobs where there is a teacher.
-    Baselines of groups compare whole responses and subtract the KL of the whole response; the others subtract at each
-    token the KL of this token and those after it. weights: of each reward, where config.combine needs them.
+    Reads rewards, group, response_mask (or response_length: then advantages are [B], of all tokens of a response), and
+    failures and penalties [B] where there are any; also old_logprobs and ref_logprobs where the KL term is part of the
+    reward, old_logprobs and teacher_logprobs where there is a teacher. Baselines of groups compare whole responses and
+    subtract the KL of the whole response; the others subtract at each token the KL of this token and those after it.
+    weights: of each reward, where config.combine needs them.
     """
     if batch is None:
         return None
-    mask = batch["response_mask"]
     _, group_B = batch["group"].unique(return_inverse=True)
     graded_B = ~signal_of(batch, config).isnan()
     components_KB = [batch[f"rewards/{name}"].double().where(graded_B, torch.nan) for name in weights or ()]
     total_B = apply("combine", config, batch["rewards"].double(), components_KB, (weights or {}).values(), group_B)
     total_B = total_B + batch.get("penalties", torch.zeros(())).double()
-    seq_id_N = _seq_ids(mask)
-    old_N, ref_N, teacher_N = (
-        batch[name].values()[mask.values()].double() if name in batch else None
-        for name in ("old_logprobs", "ref_logprobs", "teacher_logprobs")
-    )
+    by_token = config.kl_in_reward or "teacher_logprobs" in batch
+    if by_token:
+        mask = batch["response_mask"]
+        old_N, ref_N, teacher_N = (
+            batch[name].values()[mask.values()].double() if name in batch else None
+            for name in ("old_logprobs", "ref_logprobs", "teacher_logprobs")
+        )
+        seq_id_N = _seq_ids(mask)
+        count_N = torch.ones(len(seq_id_N))
+    else:
+        seq_id_N, count_N = torch.arange(len(batch)), response_lengths(batch)
     whole_B, to_go_N = total_B, total_B[seq_id_N]
     if config.kl_in_reward:
         kl_N = config.kl_coefficient * apply("kl_estimator", config, old_N - ref_N)
@@ -77,11 +90,12 @@ def compute_advantages(
     if graded_N.any():
         place_B = graded_B.cumsum(0) - 1
         group_B = group_B[graded_B].unique(return_inverse=True)[1]
-        returns = Returns(to_go_N[graded_N], whole_B[graded_B], place_B[seq_id_N[graded_N]], group_B)
+        tokens_N = place_B[seq_id_N[graded_N]], count_N[graded_N].double()
+        returns = Returns(to_go_N[graded_N], whole_B[graded_B], *tokens_N, group_B)
         advantages_N[graded_N] = apply("scale", config, apply("baseline", config, returns), returns)
-    if teacher_N is not None:
+    if "teacher_logprobs" in batch:
         advantages_N = advantages_N - config.teacher_coefficient * (old_N - teacher_N)
-    batch["advantages"] = _at_responses(mask, advantages_N)
+    batch["advantages"] = _at_responses(batch, advantages_N, by_token)
     return batch
 
 
@@ -93,9 +107,7 @@ def weigh_tokens(minibatch: TensorDict | None, config: AlgorithmConfig) -> Tenso
     """
     if minibatch is None:
         return None
-    mask = minibatch["response_mask"]
-    seq_id_N, group_B = _seq_ids(mask), torch.arange(len(minibatch))
-    lengths_B = torch.bincount(seq_id_N, minlength=len(minibatch)).double()
+    group_B, lengths_B = torch.arange(len(minibatch)), response_lengths(minibatch).double()
     if config.mask_truncated:
         lengths_B[minibatch["truncated"]] = 0
     if "rewards" in minibatch:  # demonstrations have neither these nor groups
@@ -106,7 +118,7 @@ def weigh_tokens(minibatch: TensorDict | None, config: AlgorithmConfig) -> Tenso
         if config.teacher is None:  # which judges what the rewards could not
             lengths_B[signal_B.isnan()] = 0
     weights_B = apply("aggregate", config, lengths_B, group_B).where(lengths_B > 0, 0.0)
-    minibatch["loss_weights"] = _at_responses(mask, weights_B[seq_id_N])
+    minibatch["loss_weights"] = _at_responses(minibatch, weights_B)
     return minibatch
 
 

@@ -13,11 +13,16 @@
 | group | [B] int64 | which prompt of the step this is a response to |
 | held_out | [B] bool | sampled to evaluate, not to train |
 | truncated | [B] bool | a limit cut the response |
+| length, response_length | [B] int64 | how many tokens it has, and how many of them the policy sampled |
+| oldest_version, newest_version | [B] int64 | of the weights that its tokens were sampled from; -1: it has none |
 | failures | [B] int64 | how many components of the reward could not be graded, or 1 where none applies |
 | penalties | [B] float32 | what is added to the reward for length, at most 0 |
 | rewards, rewards/NAME | [B] float32 | the total, and its components, NaN where one does not apply |
+| environment/NAME | [B] float32 | what a conversation came to |
 
-Position t of a logprob field is log p(tokens[t] | tokens[<t]) at the sampling temperature.
+Position t of a logprob field is log p(tokens[t] | tokens[<t]) at the sampling temperature. With several processes the
+fields [B, *] of what was sampled stay there, and the controller has the others (workers/dispatch.py); advantages and
+loss_weights are [B] then, where all tokens of a response have the same.
 """
 
 from collections.abc import Sequence
@@ -68,6 +73,7 @@ class Trajectory:
     mask: np.ndarray = None  # [T] bool, True where the policy sampled the token
     logprobs: np.ndarray = None  # [T] float32, what the engine reported, 0 where the mask is not
     versions: np.ndarray = None  # [T] int64, of the weights that the token was sampled from, -1 where the mask is not
+    sampled_from: set[int] = field(default_factory=set)  # these versions
     finish_reason: Ending = Ending.STOP
     response: str = ""  # what the policy sampled as text, in a conversation at last, without its stop token
     turns: list[Turn] = field(default_factory=list)  # of a conversation; none of a single answer
@@ -90,6 +96,8 @@ class Trajectory:
 
     def add_sampled(self, tokens: Sequence[int], logprobs: Sequence[float], version: int) -> None:
         """Go on with tokens that the policy sampled from weights of `version`."""
+        if len(tokens):
+            self.sampled_from.add(version)
         self._add(tokens, True, np.fromiter(logprobs, np.float32, len(tokens)), version)
 
     def add_observed(self, tokens: Sequence[int]) -> None:
@@ -119,6 +127,14 @@ def lengths_of(field: torch.Tensor) -> list[int]:
     return field.offsets().diff().tolist()
 
 
+def response_lengths(batch: TensorDict) -> torch.Tensor:
+    """[B] int64: how many tokens of each sample the policy sampled."""
+    if "response_length" in batch:
+        return batch["response_length"]
+    mask = batch["response_mask"]
+    return torch.stack([part.sum() for part in mask.values().split(lengths_of(mask))])
+
+
 def make_batch(fields: dict[str, torch.Tensor]) -> TensorDict:
     """The TensorDict of `fields`, each [B] or [B, *]."""
     return TensorDict(fields, batch_size=[next(iter(fields.values())).shape[0]])
@@ -130,7 +146,7 @@ def select(batch: TensorDict, rows: Sequence[int]) -> TensorDict:
     fields = {}
     for name, column in batch.items():
         if column.is_nested:
-            parts = column.unbind()
+            parts = column.values().split(lengths_of(column))  # unbind of nested tensors is Python, row by row
             fields[name] = jagged([parts[row] for row in rows])
         else:
             fields[name] = column[index]
@@ -138,13 +154,14 @@ def select(batch: TensorDict, rows: Sequence[int]) -> TensorDict:
 
 
 def concatenate(batches: Sequence[TensorDict]) -> TensorDict:
-    """The rows of all batches, one after the other; the batches have the same fields."""
-    fields = {}
-    for name, column in batches[0].items():
-        if column.is_nested:
-            fields[name] = jagged([row for batch in batches for row in batch[name].unbind()])
+    """The rows of all batches, one after the other; a field [B] that some lack is 0 there."""
+    fields, names = {}, dict.fromkeys(name for batch in batches for name in batch.keys())  # noqa: SIM118
+    for name in names:
+        columns = [batch[name] if name in batch else torch.zeros(len(batch)) for batch in batches]
+        if columns[0].is_nested:
+            fields[name] = jagged([row for column in columns for row in column.values().split(lengths_of(column))])
         else:
-            fields[name] = torch.cat([batch[name] for batch in batches])
+            fields[name] = torch.cat(columns)
     return make_batch(fields)
 
 
@@ -161,6 +178,10 @@ def batch_of(trajectories: Sequence[Trajectory]) -> TensorDict:
         "response_mask": stream("mask"),
         "rollout_logprobs": stream("logprobs"),
         "versions": stream("versions"),
+        "length": torch.tensor([len(t.tokens) for t in trajectories]),
+        "response_length": torch.tensor([int(t.mask.sum()) for t in trajectories]),
+        "oldest_version": torch.tensor([min(t.sampled_from, default=-1) for t in trajectories]),
+        "newest_version": torch.tensor([max(t.sampled_from, default=-1) for t in trajectories]),
         "group": torch.tensor([t.group for t in trajectories]),
         "held_out": torch.tensor([t.held_out for t in trajectories]),
         "truncated": torch.tensor([t.finish_reason in CUT for t in trajectories]),

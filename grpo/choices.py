@@ -3,7 +3,8 @@
 Checks, --help, the docs and `python -m trainer algorithms` list what stands in CHOICES. A function's keyword-only
 parameters are the other settings of the algorithm that it reads.
 
-Shapes: N response tokens of B samples in G groups. In formulas o_i is response i, and sg[] has no gradient.
+Shapes: N response tokens of B samples in G groups. In formulas o_i is response i, and sg[] has no gradient. Where all
+tokens of a response are worth the same, advantages are computed with one value for each response, so N = B.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ class Returns:
     to_go_N: Tensor  # the reward less the KL of this token and those after it
     whole_B: Tensor  # the reward less the KL of the whole response
     seq_id_N: Tensor  # [N] int64, the sample of each token
+    count_N: Tensor  # of how many tokens it is the value
     group_B: Tensor  # [B] int64, 0 to G - 1
 
 
@@ -121,9 +123,16 @@ def by_sample_std(advantages_N: Tensor, returns: Returns) -> Tensor:
     return advantages_N / (returns.whole_B.std(correction=min(1, len(returns.whole_B) - 1)) + EPSILON)
 
 
+def over_tokens(values_N: Tensor, count_N: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and deviation, n - 1 below, of values of which each stands for so many tokens."""
+    tokens = count_N.sum()
+    mean = (values_N * count_N).sum() / tokens
+    return mean, (((values_N - mean) ** 2 * count_N).sum() / (tokens - 1).clamp(min=1)).sqrt()
+
+
 def by_token_std(advantages_N: Tensor, returns: Returns) -> Tensor:
-    deviation = advantages_N.std(correction=min(1, len(advantages_N) - 1))
-    return (advantages_N - advantages_N.mean()) / (deviation + EPSILON)
+    mean, deviation = over_tokens(advantages_N, returns.count_N)
+    return (advantages_N - mean) / (deviation + EPSILON)
 
 
 def sequence_sums(values_N: Tensor, seq_id_N: Tensor) -> Tensor:
@@ -199,7 +208,9 @@ CHOICES: dict[str, dict[str, Choice]] = {
     "baseline": {
         "group_mean": Choice("R_i - mean(R of the group)", group_mean),
         "leave_one_out": Choice("R_i - mean(R of the group's others)", leave_one_out),
-        "batch_mean": Choice("R_t - mean(R_t of the batch's tokens)", lambda r: r.to_go_N - r.to_go_N.mean()),
+        "batch_mean": Choice(
+            "R_t - mean(R_t of the batch's tokens)", lambda r: r.to_go_N - over_tokens(r.to_go_N, r.count_N)[0]
+        ),
         "none": Choice("R_t", lambda returns: returns.to_go_N),
     },
     # The advantages [N] from those before scaling, A0, and the returns. Deviations are a sample's (n - 1).

@@ -3,22 +3,37 @@
 import heapq
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
+ONE_BY_ONE = 64
+"""So many samples a list are placed one by one; more are dealt in rounds, as half a million take seconds one by one."""
+
 
 def balance(costs: Sequence[float], count: int) -> list[list[int]]:
     """Split the indices of `costs` into `count` non-empty lists, in ascending order each, of nearly equal cost.
 
     The most costly sample goes first, each to the list that costs least so far (Graham's longest processing time rule,
-    at most 4/3 of the best split). Raises ValueError where there are fewer samples than lists.
+    at most 4/3 of the best split). Of many samples the cheaper ones go in rounds, one to each list, the most costly of
+    a round to the list that costs least: lists never part by more than a round's samples do. Raises ValueError where
+    there are fewer samples than lists.
     """
     if len(costs) < count:
         raise ValueError(f"{len(costs)} samples cannot be split over {count} ranks.")
-    bins: list[list[int]] = [[] for _ in range(count)]
+    each = np.asarray(costs, np.float64)
+    order = np.argsort(-each, kind="stable")
+    owner, totals = np.empty(len(each), np.int64), np.zeros(count)
     heap = [(0.0, False, b) for b in range(count)]  # what each costs so far; those of equal cost that are empty first
-    for i in sorted(range(len(costs)), key=lambda i: -costs[i]):
+    for i in order[: ONE_BY_ONE * count].tolist():
         total, _, b = heap[0]
-        bins[b].append(i)
-        heapq.heapreplace(heap, (total + costs[i], True, b))
-    return [sorted(b) for b in bins]
+        owner[i], totals[b] = b, total + costs[i]
+        heapq.heapreplace(heap, (totals[b], True, b))
+    for first in range(ONE_BY_ONE * count, len(order), count):
+        dealt = order[first : first + count]
+        cheapest = np.argsort(totals, kind="stable")[: len(dealt)]
+        owner[dealt] = cheapest
+        totals[cheapest] += each[dealt]
+    ends = np.bincount(owner, minlength=count).cumsum()[:-1]
+    return [part.tolist() for part in np.split(np.argsort(owner, kind="stable"), ends)]
 
 
 def pack(

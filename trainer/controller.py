@@ -1,6 +1,5 @@
 """The Controller: what rank 0 alone holds, which is the data, the record of the run, and what its user sees."""
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
@@ -13,7 +12,8 @@ from transformers import PreTrainedTokenizerBase
 
 import rewards
 from grpo.advantages import groups_with_signal
-from grpo.batch import Trajectory, lengths_of
+from grpo.batch import Trajectory, response_lengths
+from grpo.choices import over_tokens
 from grpo.config import ConfigError, to_yaml, without_secrets
 from grpo.conversation import Dialogue
 from grpo.data import Prompt, Prompts, PromptStream, load_held_out, load_prompts, overlap
@@ -31,6 +31,7 @@ from workers.models.hub import compute_dtype, read_config, read_tokenizer, stop_
 from workers.parallel.attention_backend import why_not_flash4
 from workers.parallel.mesh import count_shards, memory_for_each
 from workers.plan import OUTSIDE, Breakdown, Job, advice, predict
+from workers.rollout import Failures
 
 
 class Controller:
@@ -112,11 +113,11 @@ class Controller:
         if self.plan and step == self.run.step + 2:
             self.tracker.say(measured_table(self.plan, peaks))
 
-    def show(self, step: int, trajectories: Sequence[Trajectory]) -> None:
-        """Say which completions could not be graded, print two, and keep samples, each where the step asks for it."""
-        for sentence in describe_failures(trajectories, step, self.failures_told):
-            self.tracker.say(sentence)
+    def show(self, step: int, trajectories: Sequence[Trajectory], failures: Failures, count: int) -> None:
+        """Say which of `count` completions failed, print two, and keep samples, each where the step asks for it."""
         held_out, every = trajectories[0].held_out, self.config.tracking.show_every
+        for sentence in describe_failures(failures, count, held_out, step, self.failures_told):
+            self.tracker.say(sentence)
         if every and step - self.shown.get(held_out, -every) >= every:
             self.shown[held_out] = step
             self.tracker.say(render(step, pick(trajectories)))
@@ -129,7 +130,7 @@ class Controller:
 
     def judge(self, batch: TensorDict, right: torch.Tensor) -> dict[str, float]:
         """Accuracy and pass@k of an evaluation's batch, `right` [B] as of `correct`; also of each set with a name."""
-        samples, lengths = self.config.evaluation.samples_per_prompt, response_lengths(batch)
+        samples, lengths = self.config.evaluation.samples_per_prompt, batch["response_length"].float()
         ks, right, metrics = powers(samples), right.view(-1, samples), {}
         for name in dict.fromkeys(["", *self.sets]):
             mine = torch.tensor([name in ("", other) for other in self.sets])
@@ -188,25 +189,20 @@ def load_sets(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, cast: Cas
 
 
 def describe_failures(
-    trajectories: Sequence[Trajectory], step: int = 0, told: dict[tuple, tuple[int, float]] | None = None
+    failures: Failures, samples: int, held_out: bool, step: int = 0, told: dict[tuple, tuple[int, float]] | None = None
 ) -> list[str]:
     """What to say of completions that could not be graded and of environments that failed, a sentence for each kind.
 
     told: when each was said, and of which share; again it is after 50 steps, or where the share has doubled.
     """
-    told, found, said, held_out = {} if told is None else told, defaultdict(list), [], trajectories[0].held_out
-    for trajectory in trajectories:
-        for failure in trajectory.failures:
-            found["completions could not be graded by", failure.reward, failure.kind, held_out].append(failure)
-        for failure in {error.kind: error for error in trajectory.errors}.values():
-            found["conversations met an error of", failure.reward, failure.kind, held_out].append(failure)
-    for key, (first, *others) in found.items():
-        count, (before, share) = 1 + len(others), told.get(key, (step, 0.0))
-        if share and count < 2 * share * len(trajectories) and step - before < 50:
+    told, said = {} if told is None else told, []
+    for what, (count, first) in failures.items():
+        before, share = told.get((*what, held_out), (step, 0.0))
+        if share and count < 2 * share * samples and step - before < 50:
             continue
-        told[key] = step, count / len(trajectories)
+        told[*what, held_out] = step, count / samples
         said.append(
-            f"{count} of {len(trajectories)} {key[0]} {first.reward} ({first.kind}: {first.message}), such as "
+            f"{count} of {samples} {what[0]} {first.reward} ({first.kind}: {first.message}), such as "
             f"{first.completion[:200]!r}."
         )
     return said
@@ -237,14 +233,12 @@ def check_reward_columns(config: TrainConfig, prompts: Prompts, key: str) -> Non
                 )
 
 
-def response_lengths(batch: TensorDict) -> torch.Tensor:
-    """[B] float32: how many tokens of each sample the policy sampled."""
-    return torch.stack([mask.sum() for mask in batch["response_mask"].unbind()]).float()
-
-
 def batch_metrics(batch: TensorDict, signal: torch.Tensor | None = None) -> dict[str, float]:
-    """Of a graded batch: rewards, their components, groups without `signal` [B] (None: the rewards), lengths."""
-    total, lengths = batch["rewards"], response_lengths(batch)
+    """Of a graded batch: rewards, their components, groups without `signal` [B] (None: the rewards), lengths.
+
+    And of conversations, what they came to.
+    """
+    total, lengths = batch["rewards"], batch["response_length"].float()
     metrics = {
         "reward/mean": total.mean(),
         "reward/std": total.std(),
@@ -254,8 +248,15 @@ def batch_metrics(batch: TensorDict, signal: torch.Tensor | None = None) -> dict
         "response_length/mean": lengths.mean(),
         "response_length/max": lengths.max(),
         "response_length/truncated": batch["truncated"].float().mean(),
-        "tokens/total": sum(lengths_of(batch["tokens"])),
+        "tokens/total": batch["length"].sum(),
     }
+    if "environment/turns" in batch:
+        metrics |= {name: field.mean() for name, field in batch.items() if name.startswith("environment/")}
+        metrics["time/environment"] = metrics.pop("environment/waited")
+        heard, misfits = metrics.pop("environment/observed"), metrics.pop("environment/misfits")
+        metrics["environment/observed_share"] = heard / (heard + lengths.mean()).clamp(min=1 / len(batch))
+        if calls := metrics["environment/calls"]:
+            metrics["environment/calls_fit"] = 1 - misfits / calls
     for name, field in batch.items():
         if name.startswith("rewards/"):
             component, applies = name.removeprefix("rewards/"), field[~field.isnan()]
@@ -270,8 +271,13 @@ def advantage_metrics(batch: TensorDict | None) -> dict[str, float]:
     """How far the advantages of a step's response tokens spread, and how far the policy is from a teacher."""
     if batch is None:
         return {}
-    values = batch["advantages"].values()[batch["response_mask"].values()]
-    metrics = {"advantages/std": values.std(), "advantages/min": values.min(), "advantages/max": values.max()}
+    values, counts = batch["advantages"], response_lengths(batch)
+    if values.is_nested:
+        values, counts = values.values()[batch["response_mask"].values()], torch.ones(())
+    else:
+        values, counts = values[counts > 0], counts[counts > 0]
+    _, deviation = over_tokens(values.double(), counts.expand(len(values)).double())
+    metrics = {"advantages/std": deviation, "advantages/min": values.min(), "advantages/max": values.max()}
     if "teacher_logprobs" in batch:
         apart = batch["old_logprobs"].values() - batch["teacher_logprobs"].values()
         metrics["teacher/kl"] = apart[batch["response_mask"].values()].mean()

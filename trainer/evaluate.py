@@ -22,7 +22,7 @@ from grpo.data import Prompt
 from trainer.card import versions
 from trainer.checkpoint import find_run, model_at
 from trainer.config import TrainConfig
-from trainer.controller import batch_metrics, describe_failures, load_sets, response_lengths, sample_row
+from trainer.controller import batch_metrics, describe_failures, load_sets, sample_row
 from trainer.pulse import Pulse
 from trainer.record import valid_json
 from trainer.scores import answer_of, correct, mean_and_error, powers, score
@@ -76,12 +76,14 @@ def evaluate(given: argparse.Namespace, config: TrainConfig, device: torch.devic
     right, scores = correct(batch, config.accuracy_reward), {}
     for name, those in parts.items():
         rows = [prompt * n + i for prompt in those for i in range(n)]
-        part, lengths = select(batch, rows), response_lengths(batch)[rows]
+        part = select(batch, rows)
         scores[name] = {"prompts": len(those), "samples": len(rows)}
         scores[name] |= score(right[rows].view(-1, n), given.k or powers(n), [answers[row] for row in rows])
-        scores[name] |= batch_metrics(part) | {"response_length/median": float(lengths.quantile(0.5))}
+        scores[name] |= batch_metrics(part) | {
+            "response_length/median": float(part["response_length"].float().quantile(0.5))
+        }
         scores[name]["reward/mean/error"] = mean_and_error(part["rewards"].view(-1, n).double().mean(1).tolist())[1]
-    for sentence in describe_failures(samples):
+    for sentence in describe_failures(rollout.failures, len(samples), held_out=True):
         console.print(sentence, markup=False)
     show(scores, f"{given.model}{f', step {step}' * (step is not None)}", console)
     report = {

@@ -7,6 +7,7 @@ worker methods split it over the ranks and gather what they return (workers/disp
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,16 +22,17 @@ from grpo.advantages import (
     prompts_missing,
     signal_of,
 )
+from grpo.data import Prompt
 from trainer.checkpoint import Checkpoints
 from trainer.config import TrainConfig
-from trainer.controller import Controller, advantage_metrics, batch_metrics, cast_of, job_of, response_lengths
+from trainer.controller import Controller, advantage_metrics, batch_metrics, cast_of, job_of
 from trainer.death import Notice
 from trainer.pulse import Pulse
 from trainer.runs import Run
 from trainer.scores import correct
 from trainer.tracking import Stopwatch
 from workers.actor import ActorWorker
-from workers.conversation import Converser, conversation_metrics
+from workers.conversation import Converser
 from workers.dispatch import from_controller, on_controller
 from workers.engines.protocol import Engine
 from workers.engines.torch_engine import share_of_memory
@@ -113,6 +115,8 @@ class Trainer:
                 if self.config.needs_old_logprobs:  # only with several updates a step, or for advantages made of them
                     with watch("old_logprobs"):
                         batch = self.actor.compute_logprobs(batch)
+                if self.config.algorithm.needs_policy_logprobs:  # and for these the tokens, which are elsewhere
+                    batch = self.rollout.group.fetch(batch, "the tokens of the batch")
                 batch = compute_advantages(batch, self.config.algorithm, self.config.rewards.weights)
                 with watch("update"):
                     metrics |= advantage_metrics(batch) | self.actor.update(batch)
@@ -136,9 +140,14 @@ class Trainer:
     def sample(self, count: int) -> TensorDict | None:
         """The graded responses to the next `count` prompts."""
         prompts = self.controller.stream.next(count) if self.controller else None
-        batch = self.rollout.generate(prompts, self.config.batch.samples_per_prompt)
+        return self.roll_out(prompts, self.config.batch.samples_per_prompt)
+
+    def roll_out(self, prompts: list[Prompt] | None, samples: int, **how: Any) -> TensorDict | None:
+        """What RolloutWorker.generate returns, shown and kept as the step asks for it."""
+        kept = self.controller is not None and self.controller.tracker.wants_samples(self.step)
+        batch = self.rollout.generate(prompts, samples, everyones=kept, **how)
         if self.controller:
-            self.controller.show(self.step, self.rollout.trajectories)
+            self.controller.show(self.step, self.rollout.trajectories, self.rollout.failures, len(batch))
         return batch
 
     def prompts_missing(self, rounds: list[TensorDict | None]) -> int:
@@ -156,7 +165,7 @@ class Trainer:
         if not self.controller:
             return None, {}
         algorithm, batch = self.config.algorithm, join_rounds(rounds)
-        metrics = batch_metrics(batch, signal_of(batch, algorithm)) | conversation_metrics(self.rollout.trajectories)
+        metrics = batch_metrics(batch, signal_of(batch, algorithm))
         if algorithm.resample_rounds:
             metrics |= {"resampling/rounds": len(rounds) - 1, "resampling/groups": len(batch["group"].unique())}
             batch = keep_groups(batch, self.config.batch.prompts_per_step, algorithm)
@@ -164,7 +173,7 @@ class Trainer:
             metrics["resampling/filled"] = 1 - float(signal.float().mean())
         if algorithm.overlong_share:
             longest = self.config.rollout.max_response_tokens
-            batch["penalties"] = overlong_penalty(response_lengths(batch), longest, algorithm.overlong_share)
+            batch["penalties"] = overlong_penalty(batch["response_length"], longest, algorithm.overlong_share)
             metrics["reward/overlong/mean"] = float(batch["penalties"].mean())
         return batch, metrics
 
@@ -176,19 +185,20 @@ class Trainer:
         with self.watch("evaluation"):
             prompts = self.controller.held_out if self.controller else None
             with self.sharding.serving():
-                batch = self.rollout.generate(prompts, config.samples_per_prompt, config.temperature, held_out=True)
+                how = {"temperature": config.temperature, "held_out": True}
+                batch = self.roll_out(prompts, config.samples_per_prompt, **how)
             expect_current(batch, self.actor.version)
         if not self.controller:
             return {}
-        self.controller.show(self.step, self.rollout.trajectories)
         right = correct(batch, self.config.accuracy_reward)
-        metrics = batch_metrics(batch) | conversation_metrics(self.rollout.trajectories)
-        metrics |= self.controller.judge(batch, right)
+        metrics = batch_metrics(batch) | self.controller.judge(batch, right)
         metrics["time/sync"] = self.sharding.metrics["time/sync"]
         return {f"eval/{name}": value for name, value in metrics.items()}
 
     def record(self, metrics: dict[str, float], batch: TensorDict | None = None) -> None:
         """Record a step that learned from `batch`; raises ConfigError on every rank where the run had better end."""
+        if metrics.get("update/skipped"):  # such a batch is kept, with its tokens
+            batch = self.rollout.group.fetch(batch, "the tokens of the batch")
         times = self.watch.metrics()
         # No metrics where there is nothing to evaluate before the first step.
         on_controller(lambda: metrics and self.controller.record(self.step, metrics | times, batch))

@@ -80,13 +80,9 @@ class ActorWorker(Worker):
         self.parameters_offload.wait()
         self.optimizer_offload.reload()
 
-    def compute_logprobs(self, batch: TensorDict | None) -> TensorDict | None:
-        """The controller's batch with the field old_logprobs [B, *] float32, the policy's own; None elsewhere."""
-        found = self._compute_logprobs(batch)
-        return None if batch is None else batch.copy().update(found)
-
     @dispatched("tokens", "response_mask")
-    def _compute_logprobs(self, batch: TensorDict) -> TensorDict:
+    def compute_logprobs(self, batch: TensorDict) -> TensorDict:
+        """The controller's batch with the field old_logprobs [B, *] float32, the policy's own; None elsewhere."""
         most = self.config.max_tokens_per_microbatch
         return make_batch({"old_logprobs": response_logprobs(self.policy, self.group, batch, most, self.temperature)})
 

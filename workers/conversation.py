@@ -3,6 +3,7 @@
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from transformers.utils import get_json_schema
 
 from environments import EnvironmentPool, EnvironmentsConfig, Failed, find, rehearse
@@ -197,27 +198,22 @@ class _Talk:
             self.reward = await self.session.reward()
 
 
-def conversation_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """What conversations came to; empty for single answers."""
+def conversation_fields(trajectories: Sequence[Trajectory]) -> dict[str, torch.Tensor]:
+    """What conversations came to, environment/NAME [B] float32 each; none of single answers."""
     if not any(trajectory.turns or trajectory.errors for trajectory in trajectories):
         return {}
-    count = len(trajectories)
-    calls = sum(turn.calls for t in trajectories for turn in t.turns)
-    wrong = sum(error.kind.startswith("wrong ") for t in trajectories for error in t.errors)
-    said = sum(int(trajectory.mask.sum()) for trajectory in trajectories)
-    heard = sum(turn.tokens for t in trajectories for turn in t.turns if turn.role != "assistant")
-    metrics = {
-        "environment/turns": sum(turn.role == "assistant" for t in trajectories for turn in t.turns) / count,
-        "environment/calls": calls / count,
-        "time/environment": sum(trajectory.waited for trajectory in trajectories) / count,
-        "environment/observed_share": heard / max(said + heard, 1),
-        "environment/errors": sum(bool(trajectory.errors) for trajectory in trajectories) / count,
+    own = [[turn for turn in trajectory.turns if turn.role == "assistant"] for trajectory in trajectories]
+    met = [{error.kind.replace(" ", "_") for error in trajectory.errors} for trajectory in trajectories]
+    columns = {
+        "turns": [len(turns) for turns in own],
+        "calls": [sum(turn.calls for turn in turns) for turns in own],
+        "waited": [trajectory.waited for trajectory in trajectories],
+        "observed": [sum(turn.tokens for turn in t.turns if turn.role != "assistant") for t in trajectories],
+        "misfits": [sum(error.kind.startswith("wrong ") for error in t.errors) for t in trajectories],
+        "errors": [bool(kinds) for kinds in met],
     }
-    if calls:
-        metrics["environment/calls_fit"] = 1 - wrong / calls
-    for kind in sorted({error.kind for trajectory in trajectories for error in trajectory.errors}):
-        failed = sum(any(error.kind == kind for error in trajectory.errors) for trajectory in trajectories)
-        metrics[f"environment/errors/{kind.replace(' ', '_')}"] = failed / count
+    for kind in sorted(set().union(*met)):
+        columns[f"errors/{kind}"] = [kind in kinds for kinds in met]
     for ending in (Ending.DONE, Ending.STOP, Ending.TURNS, Ending.LENGTH, Ending.ERROR):
-        metrics[f"environment/ended/{ending}"] = sum(t.finish_reason == ending for t in trajectories) / count
-    return metrics
+        columns[f"ended/{ending}"] = [trajectory.finish_reason == ending for trajectory in trajectories]
+    return {f"environment/{name}": torch.tensor(values, dtype=torch.float32) for name, values in columns.items()}

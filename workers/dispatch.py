@@ -3,6 +3,9 @@
 Every process runs the same loop. On the controller (rank 0) a batch is the global TensorDict, elsewhere it is
 None. A `Worker` method marked `@dispatched` splits the rows of the batch over the data-parallel ranks, hands the
 same rows to every tensor-parallel peer, runs, and puts the results back together in the order of the rows.
+
+With several processes the tokens of what was sampled, and all that is computed for each of them, do not pass through
+the controller: they are held where they were made, and go from there to the ranks that work on them next (`Held`).
 """
 
 import functools
@@ -16,12 +19,51 @@ import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 
-from grpo.batch import concatenate, lengths_of, make_batch, select
+from grpo.batch import concatenate, jagged, lengths_of, make_batch, select
 from grpo.config import ConfigError, unusable
 from grpo.packing import balance
 from workers.parallel.mesh import InferenceLayout, TrainingLayout, is_controller
 
 CONTROLLER = 0
+Packed = dict[str, list[np.ndarray]]
+"""Fields as arrays: of one that is jagged its values and where its rows end."""
+
+
+class Held:
+    """Fields [B, *] of rows that stay with a process, so that tokens need not pass through the controller.
+
+    The controller has the rest of each row: reward, group, lengths, and in the field `held` its number, by which every
+    process finds what it holds. A row is held by one rank, which on the controller stands in `holders`, by number.
+    """
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        self.rows: dict[int, dict[str, torch.Tensor]] = {}
+        self.holders = torch.zeros(0, dtype=torch.int64)
+
+    def begin(self, count: int) -> int:
+        """Make room for `count` further rows; returns the number of the first."""
+        self.holders = torch.cat([self.holders, torch.full((count,), -1)])
+        return len(self.holders) - count
+
+    def put(self, numbers: Sequence[int], fields: TensorDict) -> None:
+        for name, field in fields.items():
+            if field.is_nested:
+                for number, values in zip(numbers, field.values().split(lengths_of(field)), strict=True):
+                    self.rows.setdefault(number, {})[name] = values
+
+    def take(self, numbers: Sequence[int]) -> TensorDict:
+        """All that is held of these rows, which have the same fields, and their numbers as the field `held`."""
+        rows = [self.rows[number] for number in numbers]
+        return make_batch(
+            {"held": torch.tensor(numbers)} | {name: jagged([row[name] for row in rows]) for name in rows[0]}
+        )
+
+
+HELD = Held()
+"""What this process holds."""
 
 
 class WorkerGroup:
@@ -33,33 +75,96 @@ class WorkerGroup:
         self.places: list[tuple[int, int]] = [mine] * dist.get_world_size()  # (dp_rank, tp_rank) of every rank
         if dist.get_world_size() > 1:
             dist.all_gather_object(self.places, mine)
+        self.ranks: list[list[int]] = [[] for _ in range(layout.dp_size)]  # of each dp_rank, by tp_rank
+        for rank, (dp_rank, _) in sorted(enumerate(self.places), key=lambda place: place[1]):
+            self.ranks[dp_rank].append(rank)
 
     def scatter(self, batch: TensorDict | None, fields: Sequence[str], what: str) -> TensorDict:
-        """This rank's rows: the `fields`, and their numbers `row`. RuntimeError naming `what` at a timeout."""
-        if not is_controller():
-            return _unpack(_wait_for(CONTROLLER, f"its rows of {what} from the controller"))
-        batch = batch.select(*fields, strict=False)
-        batch["row"] = torch.arange(len(batch))
+        """This rank's rows: the `fields`, and their places `row`. RuntimeError naming `what` at a timeout.
+
+        Rows that ranks hold go straight from one to the other; they have their number `held` and no `row`.
+        """
         if len(self.places) == 1:
-            return batch
-        plan = balance([self.cost(length) for length in lengths_of(batch["tokens"])], self.layout.dp_size)
-        batch = select(batch, list(itertools.chain.from_iterable(plan)))
-        ends = itertools.accumulate(map(len, plan), initial=0)
-        shares = [_pack(batch, *place) for place in itertools.pairwise(ends)]
+            return batch.select(*fields, strict=False).set("row", torch.arange(len(batch)))
+        what, moves = f"its rows of {what}", None
+        if batch is not None and "held" in batch:
+            moves = self._plan_moves(batch.select("held", "length", *fields, strict=False))
+        moves = self.share(moves, what)
+        if moves is not None:
+            return self._hand_over(*moves, what).select("held", *fields, strict=False)
+        if batch is None:
+            return unpack(_wait_for(CONTROLLER, f"{what} from the controller"))
+        batch = batch.select(*fields, strict=False).set("row", torch.arange(len(batch)))
+        batch, ends = self._arrange(batch, lengths_of(batch["tokens"]))
+        shares = [pack(batch, *place) for place in itertools.pairwise(ends)]
         for rank, (dp_rank, _) in enumerate(self.places):
             if rank != CONTROLLER:
                 _send(shares[dp_rank], rank)
-        return _unpack(shares[self.layout.dp_rank])
+        return unpack(shares[self.layout.dp_rank])
 
-    def gather(self, result: TensorDict, what: str) -> TensorDict | None:
-        """On the controller the rows of all data-parallel ranks in the order of their field `row`, elsewhere None."""
-        if len(self.places) > 1:
-            packed = self.collect(_pack(result), what)
-            if packed is None:
-                return None
-            result = concatenate([_unpack(rows) for rows in packed])
-            result = select(result, result["row"].argsort().tolist())
-        return result.exclude("row")
+    def _arrange(self, batch: TensorDict, lengths: list[int]) -> tuple[TensorDict, list[int]]:
+        """The rows by who works on them: dp_rank d on those from ends[d] to ends[d + 1]."""
+        plan = balance([self.cost(length) for length in lengths], self.layout.dp_size)
+        return select(batch, list(itertools.chain(*plan))), [0, *itertools.accumulate(map(len, plan))]
+
+    def _plan_moves(self, batch: TensorDict) -> tuple[Packed, np.ndarray, list[int]]:
+        """For `_hand_over`; from then on each row is held by the first of those that work on it."""
+        batch, ends = self._arrange(batch, batch["length"].tolist())
+        holders = HELD.holders[batch["held"]]
+        leading = torch.tensor([ranks[0] for ranks in self.ranks])
+        HELD.holders[batch["held"]] = leading.repeat_interleave(torch.tensor(ends).diff())
+        return pack(batch.exclude("length")), holders.numpy(), ends
+
+    def _hand_over(self, packed: Packed, holders: np.ndarray, ends: list[int], what: str) -> TensorDict:
+        """This rank's rows of those packed, which lie as `_arrange` left them, from the ranks that hold them."""
+        me, numbers = dist.get_rank(), packed["held"][0]
+        mine = slice(*ends[self.layout.dp_rank :][:2])
+        parts: dict[int, Any] = {}
+        for d in np.unique(np.searchsorted(ends, np.flatnonzero(holders == me), side="right") - 1):
+            there = slice(*ends[d:][:2])
+            leaving = numbers[there][holders[there] == me].tolist()
+            parts |= dict.fromkeys((rank for rank in self.ranks[d] if rank != me), pack(HELD.take(leaving)))
+            if d != self.layout.dp_rank:
+                for number in leaving:
+                    del HELD.rows[number]
+        for part in _exchange(parts, what):
+            rows = unpack(part)
+            HELD.put(rows["held"].tolist(), rows)
+        rows = HELD.take(numbers[mine].tolist())
+        return rows.update(unpack({name: [column[mine] for column in columns] for name, columns in packed.items()}))
+
+    def fetch(self, batch: TensorDict | None, what: str) -> TensorDict | None:
+        """The controller's batch with what ranks hold of its rows, as if it had never been elsewhere; else None."""
+        if len(self.places) == 1:
+            return batch
+        held = batch is not None and "held" in batch
+        where = self.share((batch["held"].numpy(), HELD.holders[batch["held"]].numpy()) if held else None, what)
+        if where is None:
+            return batch
+        numbers, holders = where
+        mine = numbers[holders == dist.get_rank()].tolist()
+        parts = _exchange({CONTROLLER: pack(HELD.take(mine))} if mine else {}, what)
+        if batch is None:
+            return None
+        rows = concatenate([unpack(part) for part in parts])
+        rows = select(rows, rows["held"].argsort()[batch["held"].argsort().argsort()].tolist())
+        return batch.copy().update(rows).exclude("held")
+
+    def gather(self, result: TensorDict, rows: TensorDict, what: str) -> TensorDict | None:
+        """On the controller the `result` of all data-parallel ranks in the order of their `rows`, elsewhere None.
+
+        None for rows that are held as well: what is found for them is held with them.
+        """
+        if len(self.places) == 1:
+            return result
+        if "held" in rows:
+            HELD.put(rows["held"].tolist(), result)
+            return None
+        packed = self.collect(pack(result.copy().set("row", rows["row"])), what)
+        if packed is None:
+            return None
+        result = concatenate([unpack(rows) for rows in packed])
+        return select(result, result["row"].argsort().tolist()).exclude("row")
 
     def share(self, value: Any, what: str) -> Any:
         """The controller's `value` on every rank; raises RuntimeError as `scatter` does."""
@@ -122,8 +227,8 @@ def dispatched(*fields: str) -> Callable:
     """Mark a Worker method as run by all processes on rows of the controller's batch.
 
     `fields` are the fields that travel to the workers (those of them that the batch has). The method gets its rows
-    as a TensorDict. What it returns reaches the loop on the controller: a TensorDict is gathered in the order of the
-    rows and is None elsewhere, anything else (already reduced over all ranks) is handed through.
+    as a TensorDict. What it returns reaches the loop on the controller: the batch with the fields of a TensorDict, in
+    the order of the rows, and None elsewhere; anything else (already reduced over all ranks) is handed through.
     """
 
     def decorate(method: Callable) -> Callable:
@@ -131,11 +236,11 @@ def dispatched(*fields: str) -> Callable:
         def run(self: Worker, batch: TensorDict | None, *args: Any, **kwargs: Any) -> Any:
             what = f"{type(self).__name__}.{method.__name__}"
             rows = self.group.scatter(batch, fields, what)
-            numbers = rows.pop("row")
-            result = method(self, rows, *args, **kwargs)
+            result = method(self, rows.exclude("row", "held"), *args, **kwargs)
             if not isinstance(result, TensorDict):
                 return result
-            return self.group.gather(result.copy().set("row", numbers), what)
+            found = self.group.gather(result, rows, what)
+            return batch if found is None else batch.copy().update(found)
 
         return run
 
@@ -159,7 +264,22 @@ def _wait_for(rank: int, what: str) -> Any:
     return pickle.loads(payload.numpy())
 
 
-def _pack(batch: TensorDict, first: int = 0, last: int | None = None) -> dict[str, list[np.ndarray]]:
+def _exchange(parts: dict[int, Any], what: str) -> list[Any]:
+    """What the ranks have for this one, in their order, given what it has for others, by rank: `parts`."""
+    payloads = [pickle.dumps(parts[r], protocol=5) if r in parts else b"" for r in range(dist.get_world_size())]
+    sizes = torch.tensor([len(payload) for payload in payloads])
+    coming = torch.zeros_like(sizes)
+    sent = torch.from_numpy(np.frombuffer(b"".join(payloads), np.uint8).copy())
+    try:
+        dist.all_to_all_single(coming, sizes)
+        received = torch.empty(int(coming.sum()), dtype=torch.uint8)
+        dist.all_to_all_single(received, sent, coming.tolist(), sizes.tolist())
+    except RuntimeError as error:
+        raise RuntimeError(f"Rank {dist.get_rank()} waited for {what} from the other ranks: {error}") from error
+    return [pickle.loads(part.numpy()) for part in received.split(coming.tolist()) if len(part)]
+
+
+def pack(batch: TensorDict, first: int = 0, last: int | None = None) -> Packed:
     """The rows from `first` up to `last` as arrays: tensors pickle slowly, and nested ones not at all."""
     last, packed = len(batch) if last is None else last, {}
     for name, field in batch.items():
@@ -171,7 +291,7 @@ def _pack(batch: TensorDict, first: int = 0, last: int | None = None) -> dict[st
     return packed
 
 
-def _unpack(packed: dict[str, list[np.ndarray]]) -> TensorDict:
+def unpack(packed: Packed) -> TensorDict:
     # A copy, since what was received is a view of memory that cannot be written.
     fields = {name: [torch.from_numpy(array.copy()) for array in arrays] for name, arrays in packed.items()}
     nested = torch.nested.nested_tensor_from_jagged

@@ -68,8 +68,10 @@ def microbatches(batch: TensorDict, max_tokens: int, group: WorkerGroup) -> Iter
     dist.all_reduce(count, op=dist.ReduceOp.MAX, group=layout.sum_group)
     if count > len(plan):
         plan = pack(lengths, max_tokens, at_least=int(count), cost=group.cost)
-    # Not unbind, which for nested tensors is Python, row by row.
-    columns = {name: field.values().split(lengths) for name, field in batch.items() if field.is_nested}
+    count_B, columns = torch.tensor(lengths), {}
+    for name, field in batch.items():  # of which one that is [B] has for each token of a sample the same
+        values = field.values() if field.is_nested else field.repeat_interleave(count_B)
+        columns[name] = values.split(lengths)  # not unbind, which for nested tensors is Python, row by row
     for number, rows in enumerate(plan, 1):
         used = rows or [0]
         packed = {name: torch.cat([column[row] for row in used]) for name, column in columns.items()}

@@ -47,13 +47,9 @@ class RefWorker(Worker):
         """Begin to bring them back, while rewards are graded."""
         self.offloaded.reload()
 
-    def compute_logprobs(self, batch: TensorDict | None) -> TensorDict | None:
-        """The controller's batch with the field NAME_logprobs [B, *] float32, this policy's own; None elsewhere."""
-        found = self._compute_logprobs(batch)
-        return None if batch is None else batch.copy().update(found)
-
     @dispatched("tokens", "response_mask")
-    def _compute_logprobs(self, batch: TensorDict) -> TensorDict:
+    def compute_logprobs(self, batch: TensorDict) -> TensorDict:
+        """The controller's batch with the field NAME_logprobs [B, *] float32, this policy's own; None elsewhere."""
         self.reload()
         self.offloaded.wait()
         with adapters_off(self.policy):

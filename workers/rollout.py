@@ -12,19 +12,23 @@ import torch.distributed as dist
 from tensordict import TensorDict
 from transformers import PreTrainedTokenizerBase
 
-from grpo.batch import Ending, Trajectory, batch_of
+from grpo.batch import Ending, Trajectory, batch_of, concatenate, select
 from grpo.config import ConfigError
 from grpo.data import Prompt, text_of
 from grpo.packing import balance
-from rewards import Group, RewardPool, RewardsConfig, check_examples
+from rewards import Failure, Group, RewardPool, RewardsConfig, check_examples
 from workers.config import ModelConfig
-from workers.conversation import Ask
-from workers.dispatch import Worker
+from workers.conversation import Ask, conversation_fields
+from workers.dispatch import HELD, Packed, Worker, pack, unpack
 from workers.engines.config import RolloutConfig
 from workers.engines.protocol import Engine, Response, Sampling
-from workers.parallel.mesh import Counters, InferenceLayout
+from workers.parallel.mesh import Counters, InferenceLayout, is_controller
 
 TICK = 1.0  # seconds
+
+Failures = dict[tuple[str, str, str], tuple[int, Failure]]
+"""What failed in a rollout: what is to be said of how many samples, of which reward or environment, its kind; how many
+samples, and one of the failures."""
 
 
 def make_engine(
@@ -75,6 +79,20 @@ class Grader:
         trajectory.failures = grade.failures
 
 
+def count_failures(trajectories: Sequence[Trajectory]) -> Failures:
+    """What failed in these samples."""
+    found: Failures = {}
+    for trajectory in trajectories:
+        failed = [("completions could not be graded by", failure) for failure in trajectory.failures]
+        kinds = {error.kind: error for error in trajectory.errors}
+        failed += [("conversations met an error of", error) for error in kinds.values()]
+        for what, failure in failed:
+            key = what, failure.reward, failure.kind
+            count, first = found.get(key, (0, failure))
+            found[key] = count + 1, first
+    return found
+
+
 class WorkStealing:
     """Which prompts one of several engines works on: its own share, then what the others have not begun.
 
@@ -94,14 +112,26 @@ class WorkStealing:
 
 
 @dataclass(frozen=True)
-class _Task:
+class Task:
     """What the controller asks all engines for."""
 
     prompts: list[Prompt]
     samples: int
     held_out: bool
     temperature: float
+    everyones: bool
     number: int  # of this rollout, in this process group
+    first: int  # the number by which its first sample is held
+
+
+@dataclass(frozen=True)
+class _Report:
+    """What the controller is told of an engine's samples."""
+
+    rank: int
+    batch: Packed  # without tokens
+    failures: Failures
+    trajectories: list[Trajectory]
 
 
 class RolloutWorker(Worker):
@@ -109,8 +139,8 @@ class RolloutWorker(Worker):
 
     grade: gives a trajectory, one of a group, its reward, on the engine's rank, as soon as it is sampled. converse:
     carries it through the turns of a conversation; None where each prompt has a single answer. progress:
-    called with samples done, samples in all and tokens done of all engines, every TICK and at the end. What was sampled
-    last stands in `trajectories` on the controller, and what there is to say of it in `metrics`.
+    called with samples done, samples in all and tokens done of all engines, every TICK and at the end. On the
+    controller `trajectories` and `failures` are of what was sampled last, and `metrics` say how long that took.
     """
 
     def __init__(
@@ -131,36 +161,77 @@ class RolloutWorker(Worker):
         self.version = -1
         self.rounds: dict[bool, tuple[int, int]] = {}  # held out or not: the last version sampled from, how often
         self.trajectories: list[Trajectory] = []
+        self.failures: Failures = {}
         self.metrics: dict[str, float] = {}
 
     def generate(
-        self, prompts: Sequence[Prompt] | None, samples: int, temperature: float | None = None, held_out: bool = False
+        self,
+        prompts: Sequence[Prompt] | None,
+        samples: int,
+        temperature: float | None = None,
+        held_out: bool = False,
+        everyones: bool = True,
     ) -> TensorDict | None:
         """`samples` graded responses to each prompt, as a batch of P x samples rows, those of a prompt side by side.
 
         prompts: P of them on the controller, elsewhere None. temperature: another than the configured one, as
-        evaluations may want; 0 takes the most likely token. Returns the batch on the controller and None elsewhere.
+        evaluations may want; 0 takes the most likely token. everyones: `trajectories` shall have the samples of all
+        engines, not of the controller's alone. Returns the batch on the controller, without its tokens if there are
+        several processes (these are held where they were sampled, or, if held out, gone), and None elsewhere.
         """
         task, temperature = None, self.config.temperature if temperature is None else temperature
-        if prompts is not None:
-            task = _Task(list(prompts), samples, held_out, temperature, self.store.add("rollouts", 1))
-        task = self.group.share(task, "the prompts of RolloutWorker.generate")
         version, rounds = self.rounds.get(held_out, (None, 0))
         self.rounds[held_out] = self.version, rounds + 1 if version == self.version else 1
+        if version != self.version and not held_out:
+            HELD.clear()  # of what the step before learned from
+        if prompts is not None:
+            first = 0 if held_out else HELD.begin(len(prompts) * samples)
+            rest = temperature, everyones, self.store.add("rollouts", 1), first
+            task = Task(list(prompts), samples, held_out, *rest)
+        task = self.group.share(task, "the prompts of RolloutWorker.generate")
         done, begun, waited = [], time.perf_counter(), 0.0
         self.sampled_at = begun
         if self.layout.tp_rank == 0:
             done = self.engine.run(self._roll_out(task))
             waited = max(0.0, time.perf_counter() - self.sampled_at)
         seconds = time.perf_counter() - begun
-        of_engines = self.group.collect(done, "RolloutWorker.generate")
+        done.sort(key=lambda trajectory: trajectory.group)  # those of a prompt come from one engine, in their order
+        batch = self.bring_together(task, done)
         self.metrics = {"perf/rollout_bubble": self._bubble(seconds), "time/rewards": waited}
-        if of_engines is None:
+        if batch is not None and len(batch) != len(task.prompts) * samples:
+            raise RuntimeError(f"{len(batch)} samples came back of {len(task.prompts)} prompts x {samples}.")
+        return batch
+
+    def bring_together(self, task: Task, done: list[Trajectory]) -> TensorDict | None:
+        """All engines' samples on the controller, given those of this one; elsewhere None."""
+        batch = batch_of(done).update(conversation_fields(done)) if done else None
+        if dist.get_world_size() == 1:
+            self.trajectories, self.failures = done, count_failures(done)
+            return batch
+        report = None
+        if batch is not None:
+            order = zip((t.group for t in done), itertools.cycle(range(task.samples)), strict=False)
+            numbers = [task.first + group * task.samples + sample for group, sample in order]
+            if not task.held_out:
+                HELD.put(numbers, batch.exclude("versions"))
+            rest = batch.exclude(*(name for name, field in batch.items() if field.is_nested))
+            told = done if task.everyones or is_controller() else []
+            packed = pack(rest.set("held", torch.tensor(numbers)))
+            report = _Report(dist.get_rank(), packed, count_failures(done), told)
+        reports = self.group.collect(report, "RolloutWorker.generate")
+        if reports is None:
             return None
-        self.trajectories = sorted(itertools.chain.from_iterable(of_engines), key=lambda t: t.group)
-        if len(self.trajectories) != len(prompts) * samples:
-            raise RuntimeError(f"{len(self.trajectories)} samples came back of {len(prompts)} prompts x {samples}.")
-        return batch_of(self.trajectories)
+        self.trajectories = sorted(itertools.chain(*(r.trajectories for r in reports)), key=lambda t: t.group)
+        self.failures = {}
+        for key, (count, failure) in itertools.chain(*(report.failures.items() for report in reports)):
+            self.failures[key] = self.failures.get(key, (0,))[0] + count, failure
+        batch = concatenate([unpack(report.batch) for report in reports])
+        batch = select(batch, batch["held"].argsort())
+        if task.held_out:
+            return batch.exclude("held")
+        for report in reports:
+            HELD.holders[report.batch["held"][0]] = report.rank
+        return batch
 
     def _bubble(self, seconds: float) -> float:
         """The share of the rollout in which the mean engine had nothing left to do, given this one's `seconds`."""
@@ -170,7 +241,7 @@ class RolloutWorker(Worker):
         dist.all_reduce(total)
         return 1 - float(total) / self.layout.dp_size / float(most)
 
-    async def _roll_out(self, task: _Task) -> list[Trajectory]:
+    async def _roll_out(self, task: Task) -> list[Trajectory]:
         """This engine's part of a rollout: groups, begun as there is room for their samples."""
         store = dist.PrefixStore(f"rollout-{task.number}", self.store)  # of this rollout and no other
         shares = balance([len(prompt.tokens) for prompt in task.prompts], self.layout.dp_size)
@@ -201,18 +272,18 @@ class RolloutWorker(Worker):
         self._tell(task, store)
         return [trajectory for group in groups for trajectory in group.result()]
 
-    async def _sample_group(self, task: _Task, index: int, room: asyncio.Semaphore) -> list[Trajectory]:
+    async def _sample_group(self, task: Task, index: int, room: asyncio.Semaphore) -> list[Trajectory]:
         """All samples of prompt `index`, graded."""
         group = Group(task.samples)
         return await asyncio.gather(*(self._sample(task, index, n, room, group) for n in range(task.samples)))
 
-    async def _tick(self, task: _Task, store: dist.Store) -> None:
+    async def _tick(self, task: Task, store: dist.Store) -> None:
         """Tell every TICK how far the rollout is: with long responses, none may be done for minutes."""
         while True:
             await asyncio.sleep(TICK)
             self._tell(task, store)
 
-    def _tell(self, task: _Task, store: dist.Store) -> None:
+    def _tell(self, task: Task, store: dist.Store) -> None:
         """Add what this engine has done since this was last told to what all have done."""
         news, before = (self.done, self.sampled + self.engine.tokens_at_work), self.told
         done, tokens = store.add("samples", news[0] - before[0]), store.add("tokens", news[1] - before[1])
@@ -220,7 +291,7 @@ class RolloutWorker(Worker):
         if self.progress is not None:
             self.progress(done, len(task.prompts) * task.samples, tokens)
 
-    async def _sample(self, task: _Task, index: int, sample: int, room: asyncio.Semaphore, group: Group) -> Trajectory:
+    async def _sample(self, task: Task, index: int, sample: int, room: asyncio.Semaphore, group: Group) -> Trajectory:
         prompt = task.prompts[index]
         trajectory = Trajectory(prompt.tokens, index, task.held_out, prompt.row, prompt.text)
         # A function of what is sampled alone, so that a resumed run samples what the unbroken one did.

@@ -123,10 +123,11 @@ class ShardingManager:
 
 
 def expect_current(batch: TensorDict | None, version: int) -> None:
-    """Raise RuntimeError where a token of the batch was not sampled from the actor's present weights, of `version`."""
+    """Raise RuntimeError where a row of the batch was not sampled from the actor's present weights, of `version`."""
     if batch is None:
         return
-    versions = batch["versions"].values()[batch["response_mask"].values()].unique().tolist()
+    sampled = batch["response_length"] > 0
+    versions = torch.cat([batch[f"{which}_version"][sampled] for which in ("oldest", "newest")]).unique().tolist()
     if versions != [version]:
         sampled = f"The batch was sampled from weights of version {versions}, and the actor is at {version}"
         raise RuntimeError(f"{sampled}: the engine's weights are stale.")

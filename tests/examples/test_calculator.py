@@ -12,14 +12,15 @@ import pytest
 
 from examples.calculator import SHOWN, calculate, questions
 from examples.countdown import make_model
-from grpo.batch import Ending, Trajectory
+from grpo.batch import Ending, Trajectory, batch_of
 from grpo.config import load
 from grpo.conversation import Dialogue
 from grpo.data import load_prompts
 from rewards.reasoning_gym import reasoning_gym
 from tests.grpo.test_dialogue import HEADS, OPEN, tokenizer  # noqa: F401 - a fixture
 from trainer.config import TrainConfig
-from workers.conversation import Cast, Converser, conversation_metrics
+from trainer.controller import batch_metrics
+from workers.conversation import Cast, Converser, conversation_fields
 from workers.engines.protocol import Response
 
 ROOT = Path(__file__).parents[2]
@@ -89,6 +90,10 @@ def hold(config, tokenizer, *turns: str) -> Trajectory:  # noqa: F811
     return trajectory
 
 
+def calls_fit(talk: Trajectory) -> float:
+    return batch_metrics(batch_of([talk]).update(conversation_fields([talk])))["environment/calls_fit"]
+
+
 def test_a_call_as_it_is_shown_brings_the_answer_and_one_that_does_not_fit_is_told(config, tokenizer):  # noqa: F811
     first = next(iter(questions("train", **config.data.options)))
     expression = first["prompt"][-1]["content"].partition(": ")[2].removesuffix(" =")
@@ -98,12 +103,12 @@ def test_a_call_as_it_is_shown_brings_the_answer_and_one_that_does_not_fit_is_to
     assert [(turn.role, turn.content) for turn in talk.turns[1:2]] == [("tool", first["answer"])]
     options = config.rewards.options["reasoning_gym"]
     assert reasoning_gym(talk.response, talk.info, **options) == 1.0
-    assert conversation_metrics([talk])["environment/calls_fit"] == 1.0
+    assert calls_fit(talk) == 1.0
     talk = hold(config, tokenizer, call.replace('"expression"', '"sum"'), call, "It is 1")
     assert "Error: calculate: missing a required argument" in talk.turns[1].content
     assert talk.turns[3].content == first["answer"]
     assert reasoning_gym(talk.response, talk.info, **options) == 0.0
-    assert conversation_metrics([talk])["environment/calls_fit"] == 0.5
+    assert calls_fit(talk) == 0.5
 
 
 def test_the_example_takes_a_step(tokenizer, tmp_path):  # noqa: F811

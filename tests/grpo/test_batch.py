@@ -110,6 +110,10 @@ def test_trajectories_become_a_batch_with_a_version_for_each_token():
     assert {name: rows_of(batch[name]) for name in jagged_fields} == jagged_fields
     flat = {name: batch[name].tolist() for name in batch.keys() - jagged_fields}
     assert flat == {
+        "length": [5, 2],
+        "response_length": [3, 1],
+        "oldest_version": [3, 4],
+        "newest_version": [4, 4],
         "group": [0, 1],
         "held_out": [False, True],
         "truncated": [True, False],

@@ -60,6 +60,14 @@ def test_balance_finds_the_even_split_of_simple_loads(costs, parts, load):
     assert heaviest(costs, balance(costs, parts)) == load
 
 
+def test_balance_deals_many_samples_as_evenly():
+    costs = torch.empty(3000).log_normal_(6, 0.8, generator=torch.Generator().manual_seed(0)).tolist()
+    plan = balance(costs, 7)
+    assert_each_index_once(plan, 3000)
+    assert all(part == sorted(part) for part in plan)
+    assert heaviest(costs, plan) < 1.0005 * sum(costs) / 7
+
+
 @pytest.mark.parametrize(("count", "parts"), [(0, 1), (2, 3)])
 def test_balance_refuses_fewer_samples_than_parts(count, parts):
     with pytest.raises(ValueError, match=f"{count} samples cannot be split over {parts} ranks"):

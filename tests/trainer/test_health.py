@@ -20,6 +20,7 @@ from rewards.pool import Failure
 from tests.trainer.conftest import rows_of
 from trainer.controller import describe_failures
 from trainer.health import Health, keep_batch
+from workers.rollout import count_failures
 
 ROOT = Path(__file__).parents[2]
 
@@ -190,7 +191,7 @@ def test_failures_are_told_by_reward_and_kind_and_again_when_they_doubled_or_aft
         for kind, count in kinds.items():
             for trajectory in trajectories[:count]:
                 trajectory.failures.append(Failure("mine", kind, "it broke", "x" * 300))
-        return describe_failures(trajectories, number, told)
+        return describe_failures(count_failures(trajectories), 20, False, number, told)
 
     told = {}
     said = step(1, timeout=2, crash=1)
@@ -200,7 +201,8 @@ def test_failures_are_told_by_reward_and_kind_and_again_when_they_doubled_or_aft
     assert [said[:8] for said in step(3, timeout=4)] == ["4 of 20 "]
     assert step(52, timeout=7) == []
     assert [said[:8] for said in step(53, timeout=1, crash=1)] == ["1 of 20 ", "1 of 20 "]
-    assert len(describe_failures([Trajectory([1], failures=[Failure("mine", "crash", "it broke", "x")])] * 9)) == 1
+    nine = [Trajectory([1], failures=[Failure("mine", "crash", "it broke", "x")])] * 9
+    assert len(describe_failures(count_failures(nine), 9, False)) == 1
 
 
 def test_a_column_of_nulls_that_a_reward_needs_is_refused(start, ended, bad, countdown, tmp_path):

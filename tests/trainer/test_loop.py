@@ -2,14 +2,17 @@
 
 import inspect
 import json
+import os
 import re
+import subprocess
+import sys
 import textwrap
 from pathlib import Path
 
 import pytest
 
 from examples.countdown import make_tokenizer
-from tests.trainer.conftest import rows_of
+from tests.trainer.conftest import assert_rows_close, deterministic, rows_of
 from trainer.controller import Controller
 from trainer.trainer import Trainer
 from workers.actor import ActorWorker
@@ -61,9 +64,9 @@ def pairs(monkeypatch) -> list[tuple[list[int], str]]:
     """The prompt as it stands in the tokens, beside the one whose row graded the response, of the runs to come."""
     seen, show = [], Controller.show
 
-    def watched(self, step, trajectories):
+    def watched(self, step, trajectories, *failures):
         seen.extend((t.tokens[~t.mask].tolist(), t.info["prompt"]) for t in trajectories)
-        show(self, step, trajectories)
+        show(self, step, trajectories, *failures)
 
     monkeypatch.setattr(Controller, "show", watched)
     return seen
@@ -204,3 +207,22 @@ def test_the_loop_in_the_readme_is_the_loop_in_the_code():
     shown = re.search(r"```python\n(while .*?)```", readme, re.DOTALL)[1]
     source = textwrap.dedent(inspect.getsource(Trainer.train))
     assert textwrap.indent(shown, "    ") in source
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_two_processes_that_hand_tokens_to_each_other_learn_as_one_does(tensor, start, settings, tmp_path):
+    several = ["batch.minibatches_per_step=2", "batch.epochs_per_step=2", "algorithm.kl_coefficient=0.1", "steps=3"]
+    several += ["algorithm.resample_rounds=2", "evaluation.every=1", "batch.samples_per_prompt=2"]
+    several += ["rollout.max_response_tokens=3"]  # so that some groups are alike and are replaced
+    one = start("train", "one", *several)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "trainer"]
+    command += ["train", *settings["train"], *several, f"actor.tensor_parallel={tensor}"]
+    command += [f"tracking.folder={tmp_path}", "tracking.name=two"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    subprocess.run(command, check=True, timeout=180, env=environment, cwd=Path(__file__).parents[2])
+    alone, both = (deterministic(rows_of(run)) for run in (one, tmp_path / "two"))
+    assert sum(row.get("resampling/rounds", 0) for row in alone) > 1
+    for row in (*alone, *both):  # how rounding follows the log-probabilities is rounding
+        for name in [name for name in row if name.startswith("rollout/")]:
+            del row[name]
+    assert_rows_close(both, alone, relative=1e-4)

@@ -17,8 +17,8 @@ from tensordict import TensorDict
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from grpo.batch import jagged, make_batch
-from workers.dispatch import Worker, dispatched
+from grpo.batch import jagged, lengths_of, make_batch, select, with_values
+from workers.dispatch import HELD, Worker, dispatched
 from workers.parallel.gather import Gatherer
 from workers.parallel.logprobs import Head, head_logprobs, head_loss
 from workers.parallel.mesh import Counters, join, make_training_layout, pick_device
@@ -68,6 +68,10 @@ class Echo(Worker):
         self.shared = self.group.share(rows, "the rows of Echo.some")
         mine = list(range(self.layout.dp_rank, len(self.shared), self.layout.dp_size))[::-1]
         return self.group.collect([self.shared[i] for i in mine], "Echo.some")
+
+    @dispatched("tokens")
+    def doubled(self, batch):
+        return make_batch({"doubled": with_values(batch["tokens"], 2 * batch["tokens"].values())})
 
     @dispatched("tokens")
     def part(self, batch):
@@ -137,6 +141,34 @@ def transport() -> dict[int, dict]:
     return results
 
 
+HOLDERS = (3, 1, 1, 2, 1, 3, 2, 2, 1, 3, 3)
+"""Which rank holds each row of every_dtype; the controller none."""
+SOME_ROWS = (9, 2, 4, 7, 0)
+
+
+def held() -> dict[int, dict]:
+    """Rows whose tokens are with other ranks than the controller: all of them, some of them, all again, and back."""
+    results, whole, rank = {}, every_dtype(), dist.get_rank()
+    for slices in (1, 2):
+        HELD.clear()
+        worker, batch = Echo(make_training_layout(pick_device("cpu"), 1, slices)), None
+        if rank == 0:
+            assert HELD.begin(len(whole)) == 0
+            HELD.holders = torch.tensor(HOLDERS)
+            batch = whole.exclude(*(name for name, field in whole.items() if field.is_nested))
+            batch["length"], batch["held"] = torch.tensor(lengths_of(whole["tokens"])), torch.arange(len(whole))
+        elif mine := [row for row, holder in enumerate(HOLDERS) if holder == rank]:
+            HELD.put(mine, select(whole, mine))
+        results[slices] = {"back": worker.back(batch), "all": worker.given}
+        worker.back(select(batch, SOME_ROWS) if batch is not None else None)
+        results[slices]["some"] = worker.given
+        batch = worker.doubled(batch)
+        worker.back(batch)
+        results[slices] |= {"again": worker.given, "held": sorted(HELD.rows)}
+        results[slices]["fetched"] = worker.group.fetch(batch, "the tokens of the test")
+    return results
+
+
 def gathered() -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """Parameters whose rows no number of shards divides: as the Gatherer gives them, and as full_tensor does."""
     results = {}
@@ -196,7 +228,7 @@ def main() -> None:
     out = Path(sys.argv[1])
     join(pick_device("cpu"), 60.0)
     rank = dist.get_rank()
-    for look in (heads, transport, gathered, stealing, missing):
+    for look in (heads, transport, held, gathered, stealing, missing):
         torch.save(look(), out / f"{look.__name__}-{rank}.pt")
 
 

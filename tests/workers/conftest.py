@@ -102,5 +102,5 @@ def four_processes(tmp_path_factory) -> dict:
     )
     return {
         name: [torch.load(out / f"{name}-{rank}.pt", weights_only=False) for rank in range(4)]
-        for name in ("heads", "transport", "gathered", "stealing", "missing")
+        for name in ("heads", "transport", "held", "gathered", "stealing", "missing")
     }

@@ -20,8 +20,8 @@ import torch.distributed as dist
 import workers.sharding
 from environments import EnvironmentsConfig
 from examples.countdown import make_tokenizer
+from grpo.advantages import compute_advantages
 from grpo.algorithm import AlgorithmConfig
-from grpo.batch import lengths_of, with_values
 from grpo.conversation import Dialogue
 from grpo.data_config import DataConfig
 from tests.workers.conftest import prompts_of
@@ -83,26 +83,25 @@ def rollout(sharding: ShardingManager, asked: set) -> dict:
         beyond = torch.cuda.max_memory_allocated() - before if cuda else 0
         samples = sharding.rollout.generate(prompts, 4)
     expect_current(samples, sharding.actor.version)
-    ours = sharding.actor.compute_logprobs(samples)
-    result = {"samples": samples, "sync": dict(sharding.metrics), "beyond": beyond}
+    samples = sharding.actor.compute_logprobs(samples)
+    result = {"held": samples}
+    samples = sharding.actor.group.fetch(samples, "the tokens of the probe")
+    result |= {"samples": samples, "sync": dict(sharding.metrics), "beyond": beyond}
     result["asked"] = sharding.rollout.group.collect(set(asked), "what the engines were asked")
     if samples is None:
         return result
     mask = samples["response_mask"].values()
-    gaps = (ours["old_logprobs"].values() - samples["rollout_logprobs"].values())[mask].abs()
+    gaps = (samples["old_logprobs"].values() - samples["rollout_logprobs"].values())[mask].abs()
     rows = zip(samples["tokens"].unbind(), samples["response_mask"].unbind(), strict=True)
-    result |= {"gap": float(gaps.mean()), "versions": samples["versions"].values()[mask].unique().tolist()}
+    result |= {"gap": float(gaps.mean()), "versions": samples["newest_version"].unique().tolist()}
     return result | {"prompts": [row[~mask].tolist() for row, mask in rows]}
 
 
 def learn(sharding: ShardingManager, samples) -> None:
     """One step that changes the weights."""
     if samples is not None:
-        mask = samples["response_mask"]
-        samples["group"] = torch.arange(len(samples)) // 4
-        signs = torch.tensor([1.0, -1.0]).repeat(len(samples) // 2).repeat_interleave(torch.tensor(lengths_of(mask)))
-        samples["advantages"] = with_values(mask, signs * mask.values())
-    sharding.actor.update(samples)
+        samples["rewards"] = torch.tensor([1.0, -1.0]).repeat(len(samples) // 2)
+    sharding.actor.update(compute_advantages(samples, AlgorithmConfig()))
 
 
 def two_rounds(model: ModelConfig, worker: RolloutWorker, layout: mesh.TrainingLayout, asked: set) -> dict:
@@ -111,8 +110,9 @@ def two_rounds(model: ModelConfig, worker: RolloutWorker, layout: mesh.TrainingL
     sharding = ShardingManager(actor, worker)
     first = rollout(sharding, asked)
     before = [Bucket(bucket.flat.clone(), bucket.shapes) for bucket in sharding.weights()]
-    learn(sharding, first["samples"])
+    learn(sharding, first.pop("held"))
     second = rollout(sharding, asked)
+    del second["held"]
     # What the engine was given before the update is not what it holds now.
     said, engine = "", worker.engine
     engine.wake_weights()

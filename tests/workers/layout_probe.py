@@ -18,6 +18,7 @@ from grpo.batch import jagged, make_batch, with_values
 from tests.workers.conftest import prompts_of
 from workers.actor import ActorWorker
 from workers.config import ActorConfig, ModelConfig
+from workers.dispatch import HELD
 from workers.engines.config import RolloutConfig
 from workers.engines.torch_engine import TorchEngine
 from workers.parallel import mesh, policy
@@ -93,11 +94,12 @@ def roll_out(actor: ActorWorker, reference: RefWorker | None = None, dtype: str 
     prompts = prompts_of(*(range(2, 6 + i) for i in range(8))) if is_controller() else None
     with ShardingManager(actor, rollout, [reference] if reference else []).serving():
         samples = rollout.generate(prompts, 2, TEMPERATURE)
+    assert len(HELD.rows) <= 16, "tokens of an earlier rollout are still held"
     expect_current(samples, actor.version)
-    again = actor.compute_logprobs(samples)
+    samples = actor.group.fetch(actor.compute_logprobs(samples), "the tokens of the probe")
     if samples is None:
         return engine, None, None
-    return engine, samples, (again["old_logprobs"].values() - samples["rollout_logprobs"].values()).abs().max()
+    return engine, samples, (samples["old_logprobs"].values() - samples["rollout_logprobs"].values()).abs().max()
 
 
 def serve(actor: ActorWorker, weights: dict[str, torch.Tensor]) -> dict:
@@ -108,7 +110,7 @@ def serve(actor: ActorWorker, weights: dict[str, torch.Tensor]) -> dict:
     if samples is None:
         return {}
     prompts = [row[: 4 + i // 2].tolist() for i, row in enumerate(samples["tokens"].unbind())]
-    version = (int(samples["versions"].values().max()), actor.version)
+    version = (int(samples["newest_version"].max()), actor.version)
     return {"engine_holds_the_weights": bool(same), "rollout_gap": gap, "rollout_prompts": prompts, "version": version}
 
 

@@ -160,7 +160,10 @@ def test_microbatches_hold_every_sample_once_within_the_budget(layout, budget):
         assert torch.equal(micro.response_mask, mask)
         assert torch.equal(micro.targets, rows["tokens"][mask])
         assert torch.equal(micro.predictors + 1, mask.nonzero()[:, 0])
-        assert set(micro.fields) == {"rollout_logprobs", "advantages", "seq_id"}
+        assert set(micro.fields) == {"rollout_logprobs", "advantages", "seq_id", "group", "row"}
+        own = [int(batch["response_mask"].unbind()[row].sum()) for row in micro.rows]
+        for name in ("group", "row"):  # what all tokens of a sample have in common
+            assert torch.equal(micro.fields[name], batch[name][micro.rows].repeat_interleave(torch.tensor(own)))
         for name in ("rollout_logprobs", "advantages"):
             assert torch.equal(micro.fields[name], rows[name][mask]), name
         seq_id = torch.arange(len(micro.rows)).repeat_interleave(torch.tensor(micro.lengths))

@@ -10,15 +10,16 @@ import torch
 from environments import EnvironmentsConfig, registry
 from examples.countdown import make_model, make_tokenizer
 from grpo.algorithm import AlgorithmConfig
-from grpo.batch import Ending, lengths_of, with_values
+from grpo.batch import Ending, batch_of, lengths_of, with_values
 from grpo.conversation import Dialogue
 from grpo.data import Prompt
 from grpo.data_config import DataConfig
 from rewards import RewardsConfig, validate
 from tests.grpo.test_dialogue import CHATML, tokenizer  # noqa: F401 - a fixture
+from trainer.controller import batch_metrics
 from workers.actor import ActorWorker
 from workers.config import ActorConfig, ModelConfig
-from workers.conversation import Cast, Converser, conversation_metrics
+from workers.conversation import Cast, Converser, conversation_fields
 from workers.engines.config import RolloutConfig
 from workers.engines.protocol import Response
 from workers.engines.torch_engine import TorchEngine
@@ -387,7 +388,7 @@ def test_metrics_of_conversations(hold):
     rows = [{"script": [["no", 0.0, False]] * more + [["yes", 1.0, True]]} for more in (0, 3)]
     talk, _, _ = hold("talk", None, ["4"], rows=rows, max_turns=3)
     other, _, _ = hold("desk", {}, [call("add", a=1) + call("fail"), "so"])
-    metrics = conversation_metrics([talk, other])
+    metrics = batch_metrics(batch_of([talk, other]).update(conversation_fields([talk, other])))
     assert metrics["environment/turns"] == 1.5
     assert metrics["environment/calls"] == 1.0
     assert metrics["environment/errors"] == 0.5

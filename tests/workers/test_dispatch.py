@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from grpo.batch import select
+from grpo.batch import select, with_values
 from grpo.packing import balance
-from tests.workers.collective_probe import FIELDS, PATIENCE, Echo, every_dtype
+from tests.workers.collective_probe import FIELDS, PATIENCE, SOME_ROWS, Echo, every_dtype
 from workers.parallel.mesh import Counters
 
 
@@ -35,7 +35,7 @@ def sent():
 @pytest.mark.parametrize("slices", [1, 2])
 def test_every_type_comes_back_bit_for_bit_in_order_on_the_controller_alone(slices, four_processes, sent):
     first, *others = (results[slices]["once"] for results in four_processes["transport"])
-    assert_same(first, sent)
+    assert_same(first.exclude("left_here"), sent)
     assert others == [None] * 3
 
 
@@ -69,6 +69,25 @@ def test_ranks_are_token_balanced_and_tensor_parallel_peers_get_the_same_rows(sl
         assert results[slices]["part"] == {"dp_rank": rank // slices, "rows": len(plan[rank // slices])}
 
 
+@pytest.mark.parametrize("slices", [1, 2])
+def test_rows_that_ranks_hold_reach_those_that_work_on_them_and_come_back_bit_for_bit(slices, four_processes, sent):
+    lengths = sent["tokens"].offsets().diff()
+    plan = balance(lengths.tolist(), 4 // slices)
+    some = [[SOME_ROWS[i] for i in part] for part in balance(lengths[list(SOME_ROWS)].tolist(), 4 // slices)]
+    for rank, results in enumerate(results[slices] for results in four_processes["held"]):
+        for name, rows in (("all", plan), ("some", some), ("again", plan)):
+            assert_same(results[name], select(sent, rows[rank // slices]))
+        assert set(plan[rank // slices]) <= set(results["held"])
+        if rank:
+            assert results["back"] is results["fetched"] is None
+        else:
+            assert not any(field.is_nested for field in results["back"].values())
+            doubled = with_values(sent["tokens"], 2 * sent["tokens"].values())
+            assert_same(results["fetched"].select(*FIELDS, "doubled"), sent.copy().set("doubled", doubled))
+    if slices == 1:  # no row stays where it is not worked on
+        assert sorted(row for results in four_processes["held"] for row in results[1]["held"]) == list(range(len(sent)))
+
+
 def test_the_controller_names_the_method_and_the_rank_that_did_not_finish(four_processes):
     (error,) = four_processes["missing"][0]
     assert error.startswith("Rank 0 waited for rank 1 to finish Echo.silent")
@@ -93,7 +112,7 @@ def test_counters_that_do_not_answer_are_waited_for_no_longer_than_the_store_all
 
 def test_one_process_works_on_the_batch_itself(layout, sent):
     worker = Echo(layout)
-    assert_same(worker.back(every_dtype()), sent)
+    assert_same(worker.back(every_dtype()).exclude("left_here"), sent)
     assert set(worker.given.keys()) == set(FIELDS)
     assert worker.given["tokens"].values().dtype == torch.int64
     assert worker.part(every_dtype()) == {"dp_rank": 0, "rows": 11}

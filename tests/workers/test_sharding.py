@@ -7,7 +7,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from grpo.algorithm import AlgorithmConfig
-from grpo.batch import jagged, lengths_of, make_batch
+from grpo.batch import Trajectory, batch_of, jagged, lengths_of, make_batch
 from grpo.config import ConfigError
 from tests.workers.conftest import prompts_of
 from workers.actor import ActorWorker
@@ -153,8 +153,10 @@ def test_a_stale_batch_is_refused_and_both_versions_are_named(sharding, prompts)
 
 @pytest.mark.parametrize("versions", [[-1, 0], [0, 1]])
 def test_a_batch_of_two_versions_is_refused(sharding, versions):
-    mask = torch.tensor([True, True, False])
-    batch = make_batch({"versions": jagged([torch.tensor([*versions, 7])]), "response_mask": jagged([mask])})
+    trajectory = Trajectory([3])
+    for version in versions:
+        trajectory.add_sampled([5], [-0.5], version)
+    batch = batch_of([trajectory])
     with pytest.raises(RuntimeError, match=rf"version \[{versions[0]}, {versions[1]}\], and the actor is at 0"):
         expect_current(batch, sharding.actor.version)
 
