@@ -23,6 +23,8 @@ from trainer.health import Health, keep_batch
 from workers.rollout import count_failures
 
 ROOT = Path(__file__).parents[2]
+HUGE = ["algorithm.preset=dr_grpo", "rewards.weights={digits: 1e30}"]
+"""Advantages that are finite, with a gradient that is not."""
 
 BAD = """
 from rewards import register
@@ -76,8 +78,7 @@ def test_a_learning_rate_that_ruins_the_weights_ends_the_run_and_is_named(ended,
 
 @pytest.mark.reliability
 def test_skipped_updates_are_told_kept_and_end_the_run_after_the_limit(ended, tmp_path):
-    huge = ["algorithm.preset=dr_grpo", "rewards.weights={digits: 1e30}"]  # finite, with a gradient that is not
-    error, out = ended(*huge, "actor.skipped_limit=4", "steps=9", "data.eval=null")
+    error, out = ended(*HUGE, "actor.skipped_limit=4", "steps=9", "data.eval=null")
     assert error.startswith("error: Updates were skipped in 4 steps in a row")
     assert "Lower actor.learning_rate" in error
     rows = rows_of(tmp_path / "run")
@@ -257,8 +258,9 @@ def test_a_resume_with_another_model_is_refused_and_other_changes_are_told(start
         (["actor.learning_rat=1"], "did you mean actor.learning_rate?"),
         (["data.train=nowhere.jsonl"], "nowhere.jsonl"),
         (["rewards.weights={fails: 1.0}"], "No completion could be graded for 3 steps"),
+        ([*HUGE, "actor.skipped_limit=2"], "Updates were skipped in 2 steps in a row"),
     ],
-    ids=["a typing error", "a missing file", "a sign that ends the run"],
+    ids=["a typing error", "a missing file", "a sign that ends the run", "updates that are skipped"],
 )
 def test_torchrun_ends_its_report_with_the_sentence(settings, bad, tmp_path, overrides, sentence):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "trainer"]
@@ -273,3 +275,9 @@ def test_torchrun_ends_its_report_with_the_sentence(settings, bad, tmp_path, ove
     ours = [line for line in before if line.startswith("error: ")]
     assert ours == [last.removeprefix("  traceback : ")]  # said by one rank, without a traceback of its own
     assert "[rank" not in run.stderr
+    kept = [safe_open(path, "pt") for path in sorted(tmp_path.glob("run/skipped/*.safetensors"))]
+    assert len(kept) == 2 * ("skipped" in sentence)
+    for batch in kept:  # with the tokens, which were on both ranks
+        assert batch.get_tensor("offsets").diff().tolist() == batch.get_tensor("length").tolist()
+        assert len(batch.get_tensor("tokens")) == len(batch.get_tensor("rollout_logprobs"))
+        assert len(batch.get_tensor("tokens")) == batch.get_tensor("offsets")[-1]
