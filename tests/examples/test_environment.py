@@ -28,7 +28,7 @@ def source(tmp_path):
             (bin_folder / name).write_text(
                 f"""#!/bin/bash
 case "$1 $2" in
--c*) exec {sys.executable} -c "import sys; sys.version_info = {version}; $2" ;;
+-c*) exec "{sys.executable}" -c "import sys; sys.version_info = {version}; $2" ;;
 "-m venv") mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
 "-m pip") ;;
 esac

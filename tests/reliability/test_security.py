@@ -299,7 +299,7 @@ def test_a_run_listens_on_the_loopback_address_alone(ranks, begin, tmp_path, mon
     uts = ["unshare", "--user", "--map-root-user", "--uts"]
     if address and not subprocess.run([*uts, "hostname", address], capture_output=True).returncode:
         script = tmp_path / "python"
-        command = f'{" ".join(uts)} sh -c \'hostname {address} && exec "$@"\' sh {sys.executable} "$@"'
+        command = f'{" ".join(uts)} sh -c \'hostname {address} && exec "$@"\' sh "{sys.executable}" "$@"'
         script.write_text(f"#!/bin/sh\nexec {command}\n")
         script.chmod(0o755)
         monkeypatch.setattr(sys, "executable", str(script))
