@@ -156,6 +156,7 @@ def test_sglang_lives_through_ctrl_c_and_leaves_nothing(begin, tmp_path):
         "steps=500",
         "rollout.engine=sglang",
         "rollout.concurrent_samples=16",
+        "rollout.max_response_tokens=400",  # so that the step outlasts both
         "checkpoint.resume=true",
     )
     again.until(lambda: "sampling and grading" in again.said, 300)
