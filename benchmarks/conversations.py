@@ -105,7 +105,7 @@ def main() -> None:
     )
     single.check(1, 1)
     layout, engines = make_training_layout(device), make_inference_layout(device)
-    engine = make_engine(model, single, engines, seed=0)
+    engine = make_engine(model, single, engines, seed=0, turns=True)
     actor = ActorWorker(model, ActorConfig(), AlgorithmConfig(), layout, 1.0, 10)
     worker = RolloutWorker(single, engine, engines, (), seed=0)
     sharding = ShardingManager(actor, worker)

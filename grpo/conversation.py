@@ -41,6 +41,8 @@ class Dialogue:
 
     def __init__(self, tokenizer: Tokenizer, config: DataConfig, stop: Collection[int]) -> None:
         self.tokenizer, self.config, self.stop = tokenizer, config, set(stop)
+        tokenize([""], tokenizer, add_special_tokens=False)  # which leaves the backend without limits of its own
+        self.backend = getattr(tokenizer, "backend_tokenizer", None)
 
     def begin(self, row: Mapping[str, Any], said: str | list[dict], tools: list[dict]) -> tuple[str, list[int]]:
         """The prompt of `row` as text and ids: what its environment `said` follows it, or, if messages, replaces it."""
@@ -56,7 +58,7 @@ class Dialogue:
         text = self._behind(self._fit(messages))
         if last in self.stop:
             text = text.removeprefix(self.tokenizer.decode([last]))
-        return tokenize([text], self.tokenizer, add_special_tokens=False)[0]
+        return self._ids(text)
 
     def text_of(self, tokens: Sequence[int]) -> str:
         """A turn as text, without the token that ended it."""
@@ -122,6 +124,14 @@ class Dialogue:
                     f"{its[place:]!r:.80} where {mine[place:]!r:.80} stood. Use a model whose template only appends, "
                     "or data.chat=false."
                 )
+
+    def _ids(self, text: str) -> list[int]:
+        if self.backend is not None:
+            try:  # a third of the time that it takes below
+                return self.backend.encode(text, add_special_tokens=False).ids
+            except Exception:  # noqa: BLE001 - what is wrong is said below
+                pass
+        return tokenize([text], self.tokenizer, add_special_tokens=False)[0]
 
     def _fit(self, messages: Sequence[dict]) -> list[dict]:
         """`messages`, those of tools as one of the user where the template knows nothing of tools."""

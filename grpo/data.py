@@ -12,6 +12,7 @@ from itertools import repeat
 from typing import Any
 
 import datasets
+import numpy as np
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from grpo.config import ConfigError, choose
@@ -252,7 +253,8 @@ def tokenize(texts: list[str], tokenizer: Tokenizer, add_special_tokens: bool) -
 
 def text_of(tokens: Sequence[int], tokenizer: Tokenizer, stop: Collection[int]) -> str:
     """What was sampled, as text, without the token of `stop` that ended it."""
-    return tokenizer.decode(tokens[:-1] if len(tokens) and tokens[-1] in stop else tokens)
+    # Of an array: the elements of a list are looked at one by one.
+    return tokenizer.decode(np.asarray(tokens[:-1] if len(tokens) and tokens[-1] in stop else tokens))
 
 
 def _render(rows: datasets.Dataset, tokenizer: Tokenizer, config: DataConfig, tools: Tools | None) -> list[str]:

@@ -230,4 +230,4 @@ def start_engine(config: TrainConfig, layout: InferenceLayout, log: Path | None 
     if rollout.engine == "sglang":  # the embedded one fills its memory by itself
         job = job_of(config, dist.get_world_size(), device, share_of_memory(device, 1.0))
         rollout = replace(rollout, concurrent_samples=concurrent_samples(job))
-    return make_engine(config.model, rollout, layout, config.seed + layout.dp_rank, log)
+    return make_engine(config.model, rollout, layout, config.seed + layout.dp_rank, log, config.converses)

@@ -32,13 +32,18 @@ samples, and one of the failures."""
 
 
 def make_engine(
-    model: ModelConfig, config: RolloutConfig, layout: InferenceLayout, seed: int, log: Path | None = None
+    model: ModelConfig,
+    config: RolloutConfig,
+    layout: InferenceLayout,
+    seed: int,
+    log: Path | None = None,
+    turns: bool = False,
 ) -> Engine:
-    """The engine of `config` on the ranks of `layout`, asleep; `log` receives what it says."""
+    """The engine of `config` on the ranks of `layout`, asleep; `log` receives what it says, turns: of conversations."""
     if config.engine == "sglang":
         from workers.engines.sglang_engine import SGLangEngine
 
-        return SGLangEngine(model, config, layout, seed, log)
+        return SGLangEngine(model, config, layout, seed, log, turns)
     from workers.engines.torch_engine import TorchEngine, share_of_memory
 
     return TorchEngine(
@@ -71,7 +76,7 @@ class Grader:
     async def __call__(self, trajectory: Trajectory, group: Group) -> None:
         """Set response, reward, components and failures of a trajectory that is sampled to its end."""
         if not trajectory.turns:
-            trajectory.response = text_of(trajectory.tokens[trajectory.mask].tolist(), self.tokenizer, self.stop)
+            trajectory.response = text_of(trajectory.tokens[trajectory.mask], self.tokenizer, self.stop)
         row = trajectory.info | trajectory.outcome
         graded = self.pool.submit(trajectory.response, row, trajectory.prompt, group)
         grade = await asyncio.wrap_future(graded)
@@ -309,7 +314,7 @@ class RolloutWorker(Worker):
                 await room.acquire()
             asked += 1
             try:
-                response = await self.engine.sample(trajectory.tokens.tolist(), sampling)
+                response = await self.engine.sample(trajectory.tokens, sampling)
             finally:
                 room.release()
             self.sampled_at = time.perf_counter()

@@ -60,13 +60,14 @@ def asked_of(engine: Engine) -> set[tuple[int, ...]]:
     """Becomes the ids of every request that SGLang itself is sent from now on; empty where it is not led."""
     asked = set()
     if engine.process is not None:
-        generate = engine.process.engine.async_generate
+        manager = engine.process.engine.tokenizer_manager
+        dispatch = manager._dispatch_to_scheduler
 
-        async def noted(**arguments):
-            asked.update(map(tuple, arguments["input_ids"]))
-            return await generate(**arguments)
+        def noted(message):
+            asked.update(tuple(request.input_ids) for request in getattr(message, "batch", []))
+            dispatch(message)
 
-        engine.process.engine.async_generate = noted
+        manager._dispatch_to_scheduler = noted
     return asked
 
 
@@ -139,7 +140,7 @@ def main() -> None:
     limits = EnvironmentsConfig(processes=1, max_turns=4, max_turn_tokens=6)
     for size in map(int, engine_sizes.split(",")):
         config, engines = RolloutConfig(tensor_parallel=size, **settings), mesh.make_inference_layout(device, size)
-        engine = make_engine(model, config, engines, seed=engines.dp_rank)
+        engine = make_engine(model, config, engines, seed=engines.dp_rank, turns=True)
         asked = asked_of(engine)
         with ExitStack() as stack:
             converse = stack.enter_context(Converser(cast, limits, config)) if engines.tp_rank == 0 else None

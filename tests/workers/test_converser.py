@@ -117,7 +117,7 @@ class ScriptedEngine:
         self.most_at_work = max(self.most_at_work, self.at_work)
         await asyncio.sleep(self.seconds)
         self.at_work -= 1
-        self.asked.append(tokens)
+        self.asked.append(tokens.tolist())
         self.seeds.append(sampling.seed)
         self.limits.append(sampling.max_new_tokens)
         said = [*next(self.turns), self.stop]

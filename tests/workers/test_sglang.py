@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import time
+import types
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from workers.config import ModelConfig
 from workers.engines import sglang_requests
 from workers.engines.config import RolloutConfig
 from workers.engines.protocol import KV_CACHE, WEIGHTS, EngineFailure, Sampling
+from workers.engines.sglang_process import SGLangError
 from workers.engines.torch_engine import TorchEngine
 from workers.rollout import make_engine
 
@@ -132,8 +134,8 @@ def test_a_stop_string_ends_a_request_where_the_embedded_engine_does(engine, eng
         assert (sampled.tokens, sampled.finish_reason) == (answers[number].tokens, "stop")
     assert cut >= len(PROMPTS)
     # And had it, what is beyond would be cut.
-    untold = engine.requests._parameters
-    monkeypatch.setattr(engine.requests, "_parameters", lambda s: untold(dataclasses.replace(s, stop_strings=())))
+    make = engine.requests.make_parameters
+    monkeypatch.setattr(engine.requests, "make_parameters", lambda custom_params, **others: make(**others))
     assert [row[0].tokens for row in answers_of(engine, PROMPTS, 1, strings)] == [a.tokens for a in answers]
     monkeypatch.undo()
     test_stop.assert_rollout_is_cut(engine, engines, tokenizer)
@@ -153,13 +155,14 @@ def test_only_allowed_tokens_are_drawn_and_their_logprobs_are_not_renormalised(e
 
 
 def test_requests_of_one_moment_travel_together_and_each_is_answered_by_itself(engine, qwen3_untied, monkeypatch):
-    messages, generate = [], engine.process.engine.async_generate
+    manager, messages = engine.process.engine.tokenizer_manager, []
+    dispatch = manager._dispatch_to_scheduler
 
-    async def counted(**arguments):
-        messages.append(len(arguments["input_ids"]))
-        return await generate(**arguments)
+    def counted(message):
+        messages.append(len(getattr(message, "batch", [])))
+        dispatch(message)
 
-    monkeypatch.setattr(engine.process.engine, "async_generate", counted)
+    monkeypatch.setattr(manager, "_dispatch_to_scheduler", counted)
     ends = []
 
     async def ask(length):
@@ -184,13 +187,16 @@ def test_requests_of_one_moment_travel_together_and_each_is_answered_by_itself(e
 def test_turns_that_follow_each_other_find_all_before_them_cached_and_their_logprobs_are_right(
     engine, qwen3_untied, monkeypatch
 ):
-    cached, read = [], sglang_requests._response
+    manager, cached = engine.process.engine.tokenizer_manager, []
+    receive = manager._handle_batch_output
 
-    def remember(meta, sampling):
-        cached.append(meta["cached_tokens"])
-        return read(meta, sampling)
+    async def remember(output):
+        cached.extend(
+            known for known, reason in zip(output.cached_tokens, output.finished_reasons, strict=True) if reason
+        )
+        await receive(output)
 
-    monkeypatch.setattr(sglang_requests, "_response", remember)
+    monkeypatch.setattr(manager, "_handle_batch_output", remember)
 
     async def talk(tokens, said):
         turns = []
@@ -233,6 +239,73 @@ def test_an_abort_answers_every_request_with_what_it_has_and_the_engine_lives_on
         expected = logp[torch.arange(len(answer.tokens)), answer.tokens]
         torch.testing.assert_close(torch.tensor(answer.logprobs), expected, rtol=0, atol=1e-5)
     assert (after.finish_reason, len(after.tokens)) == ("length", 12)
+
+
+def test_what_is_asked_within_the_pause_travels_together(engine, monkeypatch):
+    monkeypatch.setattr(sglang_requests, "PAUSE", 1.0)
+    manager, messages = engine.process.engine.tokenizer_manager, []
+    dispatch = manager._dispatch_to_scheduler
+
+    def counted(message):
+        messages.append(len(getattr(message, "batch", [])))
+        dispatch(message)
+
+    monkeypatch.setattr(manager, "_dispatch_to_scheduler", counted)
+
+    async def ask_one_by_one():
+        asked = []
+        for number in range(10):
+            asked.append(asyncio.ensure_future(engine.sample([number, 7, 8], sampling(max_new_tokens=2))))
+            await asyncio.sleep(0.01)
+        return await asyncio.gather(*asked)
+
+    time.sleep(1.0)  # since the message before
+    assert [len(answer.tokens) for answer in engine.run(ask_one_by_one())] == [2] * 10
+    assert messages == [1, 9]
+
+
+def test_samples_that_nobody_waits_for_any_more_are_ended_by_an_abort(engine):
+    async def give_up():
+        asked = [asyncio.ensure_future(engine.sample(p, sampling(max_new_tokens=8000))) for p in PROMPTS]
+        await asyncio.sleep(0.5)
+        for task in asked:
+            task.cancel()
+        await asyncio.gather(*asked, return_exceptions=True)
+        engine.abort()
+        async with asyncio.timeout(5):  # what is left would take half a minute
+            while engine.requests.asked() is not None:
+                await asyncio.sleep(0.01)
+
+    engine.run(give_up())
+    assert len(answers_of(engine, PROMPTS, 1, SAMPLING)) == 5
+
+
+@pytest.mark.parametrize(
+    ("reason", "says"),
+    [
+        ({"type": "abort", "status_code": 400, "message": "too long"}, "too long"),
+        ({"type": "melted"}, "melted"),
+        (None, "cannot be read"),
+    ],
+)
+def test_an_answer_that_is_none_is_an_error_where_it_is_awaited(engine, monkeypatch, reason, says):
+    requests = engine.requests
+    output = types.SimpleNamespace(finished_reasons=[reason], output_token_logprobs_idx=None)
+
+    def answer(message):  # in SGLang's place
+        output.rids = [request.rid for request in message.batch]
+        if reason is not None:
+            output.output_token_logprobs_idx = output.output_token_logprobs_val = [[]]
+        asyncio.get_running_loop().create_task(requests._receive(output))
+
+    monkeypatch.setattr(requests.manager, "_dispatch_to_scheduler", answer)
+
+    async def ask():
+        with pytest.raises(SGLangError, match=says):
+            await engine.sample(PROMPTS[0], SAMPLING)
+
+    engine.run(ask())
+    assert requests.asked() is None
 
 
 def test_what_the_callers_coroutine_raises_passes_through_and_the_engine_lives_on(engine):
@@ -340,7 +413,9 @@ def run_scheduler_process():
     list(tqdm.tqdm(range(3)))
     print("tracked by", resource_tracker._resource_tracker._fd)
 
-sys.modules["sglang.srt.managers.scheduler"] = types.SimpleNamespace(run_scheduler_process=run_scheduler_process)
+sys.modules["sglang.srt.managers.scheduler"] = types.SimpleNamespace(
+    run_scheduler_process=run_scheduler_process, Scheduler=type("Scheduler", (), {})
+)
 run_scheduler()
 """
 
@@ -429,6 +504,7 @@ from tests.workers.test_sglang import hang
 from workers.engines import sglang_process
 from workers.parallel.mesh import join, make_inference_layout
 from workers.config import ModelConfig
+from workers.engines import sglang_requests
 from workers.engines.config import RolloutConfig
 from workers.rollout import make_engine
 

@@ -4,6 +4,7 @@ from collections.abc import Collection, Coroutine, Iterable, Iterator, Mapping, 
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+import numpy as np
 import torch
 
 T = TypeVar("T")
@@ -104,7 +105,7 @@ class Engine(Protocol):
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """What `work` returns; RuntimeError where the engine does not serve, EngineFailure where it dies or hangs."""
 
-    async def sample(self, tokens: Sequence[int], sampling: Sampling) -> Response:
+    async def sample(self, tokens: Sequence[int] | np.ndarray, sampling: Sampling) -> Response:
         """The response to `tokens`, inside `run` alone. Any number may be awaited at once; each ends by itself."""
 
     def abort(self) -> None:

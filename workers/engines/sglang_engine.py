@@ -13,6 +13,7 @@ from collections.abc import Collection, Coroutine, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import transformers
@@ -37,13 +38,19 @@ class SGLangEngine:
     itself; with `sglang={"enable_deterministic_inference": True}` it decides each sample alone. SGLang also stops at
     the end-of-sequence ids of the model's configuration, unless there is no stop id at all.
 
-    log: receives what SGLang's processes print.
+    log: receives what SGLang's processes print. turns: a sample goes on after what others say, again and again.
     """
 
     tokens_at_work = 0
 
     def __init__(
-        self, model: ModelConfig, config: RolloutConfig, layout: InferenceLayout, seed: int, log: Path | None = None
+        self,
+        model: ModelConfig,
+        config: RolloutConfig,
+        layout: InferenceLayout,
+        seed: int,
+        log: Path | None = None,
+        turns: bool = False,
     ) -> None:
         self.stops, self.layout, self.concurrent_samples = StopStrings(model), layout, config.concurrent_samples
         self.dtype = compute_dtype(model, layout.device)
@@ -64,7 +71,7 @@ class SGLangEngine:
         if layout.tp_rank == 0:
             log = log or Path(tempfile.mkstemp(prefix="sglang-", suffix=".log")[1])
             self.process = EngineProcess(config.stall_seconds, log)
-            arguments = make_arguments(config, layout, local_folder(model.path), self.dtype)
+            arguments = make_arguments(config, layout, local_folder(model.path), self.dtype, turns)
             stops = {TOKENIZER: model.path} if config.stop else {}
             with start_environment(config, layout, {LOG: str(log)} | stops):
                 self.process.start(arguments | {"random_seed": seed, "custom_weight_loader": list(QUESTIONS.values())})
@@ -143,7 +150,7 @@ class SGLangEngine:
             raise RuntimeError("The engine has no weights: they arrive with `with sharding.serving()`.")
         return self.process.run(work, self.requests.asked)
 
-    async def sample(self, tokens: Sequence[int], sampling: Sampling) -> Response:
+    async def sample(self, tokens: Sequence[int] | np.ndarray, sampling: Sampling) -> Response:
         response = await self.requests.sample(tokens, sampling)
         # Whatever SGLang did, it ends where the embedded engine's does.
         return self.stops.cut(response, sampling.stop_strings) if sampling.stop_strings else response

@@ -38,15 +38,17 @@ def run_scheduler(*args: Any, **kwargs: Any) -> None:
 
     if TOKENIZER in os.environ:
         end_at_stop_strings(os.environ[TOKENIZER])
-    leave_no_shared_memory()
+    tell_no_load()
     cache_turns_once()
+    answer_first()
     listen_locally()
     run_scheduler_process(*args, **kwargs)
 
 
-def leave_no_shared_memory() -> None:
-    """Take the name of SGLang's record of its load from /dev/shm: nobody here reads it, and a kill would leave it."""
+def tell_no_load() -> None:
+    """Have SGLang keep no record of its load: nobody reads it, and a kill would leave what it has in /dev/shm."""
     from sglang.srt.managers.load_snapshot import ShmLoadSnapshotWriter
+    from sglang.srt.managers.scheduler import Scheduler
 
     begin = ShmLoadSnapshotWriter.__init__
 
@@ -55,6 +57,7 @@ def leave_no_shared_memory() -> None:
         os.unlink(path)
 
     ShmLoadSnapshotWriter.__init__ = __init__
+    Scheduler.publish_load_snapshot = lambda *_, **__: None
 
 
 def cache_turns_once() -> None:
@@ -72,6 +75,26 @@ def cache_turns_once() -> None:
             cache(request, *args, **kwargs)
 
     batch_result_processor.maybe_cache_unfinished_req = cache_unfinished
+
+
+def answer_first() -> None:
+    """Have samples that ended told before what they leave in the cache is put in order, for which nobody waits.
+
+    Where many end at once, as the turns of conversations do, that is the larger part of the work.
+    """
+    from sglang.srt.managers.scheduler_components import batch_result_processor, output_streamer
+
+    release, tell = batch_result_processor.release_kv_cache, output_streamer.SchedulerOutputStreamer.stream_output
+    ended: list[tuple[tuple, dict[str, Any]]] = []
+
+    def stream_output(self: Any, *args: Any, **kwargs: Any) -> None:  # of each batch, once, after all its requests
+        tell(self, *args, **kwargs)
+        for request, options in ended:
+            release(*request, **options)
+        ended.clear()
+
+    batch_result_processor.release_kv_cache = lambda *request, **options: ended.append((request, options))
+    output_streamer.SchedulerOutputStreamer.stream_output = stream_output
 
 
 def listen_locally() -> None:

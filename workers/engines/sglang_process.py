@@ -28,6 +28,9 @@ from workers.parallel.mesh import InferenceLayout
 START_SECONDS = 600
 """A first start compiles kernels and captures graphs."""
 
+REPORT_TOKENS = 256
+"""After how many tokens SGLang tells of a sample that has not ended."""
+
 
 class SGLangError(Exception):
     """Raised inside a coroutine of `EngineProcess.run` by what SGLang raised there."""
@@ -110,7 +113,6 @@ class EngineProcess:
         """
 
         def watch() -> None:
-            # SGLang reports every REPORT_TOKENS tokens of every sample.
             last = self.engine.tokenizer_manager.last_receive_tstamp
             if (since := asked()) is not None and time.time() - max(since, last) > self.stall_seconds:
                 raise self.failure("generation", f"has been silent for {self.stall_seconds:g} s")
@@ -174,15 +176,25 @@ class EngineProcess:
         loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
 
 
-def make_arguments(config: RolloutConfig, layout: InferenceLayout, folder: str, dtype: torch.dtype) -> dict[str, Any]:
-    """SGLang's options for a model in `folder` whose weights are to come, the user's own of `config` among them."""
+PREFILL_TOKENS = [64, 128, 256, 512, 1024, 2048, 4096]
+"""Sizes with a CUDA graph for prefilling, which SGLang fills up to twice: it takes them 6 s at the start."""
+
+
+def make_arguments(
+    config: RolloutConfig, layout: InferenceLayout, folder: str, dtype: torch.dtype, turns: bool = False
+) -> dict[str, Any]:
+    """SGLang's options for a model in `folder` whose weights are to come, the user's own of `config` among them.
+
+    turns: samples are to go on after what others say, each time by a short prefill.
+    """
     cuda = layout.device.type == "cuda"
     if cuda:
         arguments: dict[str, Any] = {
-            # Decoding graphs up to what runs at once, and none for prefilling, which cost more at the start than they
-            # save: the samples of one prompt share its prefix.
+            # Decoding graphs up to what runs at once, and few or none for prefilling, which cost more at the start than
+            # they save: the samples of one prompt share its prefix.
             "cuda_graph_bs_decode": graph_sizes(config.concurrent_samples),
-            "disable_prefill_cuda_graph": True,
+            "disable_prefill_cuda_graph": not turns,
+            "cuda_graph_bs_prefill": PREFILL_TOKENS,
         }
     else:
         arguments = {
@@ -222,6 +234,7 @@ def start_environment(config: RolloutConfig, layout: InferenceLayout, more: Mapp
     """The environment that SGLang's processes are started in; none of the changes stays, nor any of SGLang's own."""
     before = dict(os.environ)
     os.environ.update(more)
+    os.environ["SGLANG_FORCE_STREAM_INTERVAL"] = str(REPORT_TOKENS)
     os.environ["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = str(int(config.release == "all"))
     # SGLang's processes would take torchrun's store for their own.
     os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)

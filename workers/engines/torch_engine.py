@@ -12,6 +12,7 @@ from collections.abc import Collection, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 import transformers
@@ -111,9 +112,9 @@ class TorchEngine:
         finally:
             self.batch.abort()
 
-    async def sample(self, tokens: Sequence[int], sampling: Sampling) -> Response:
+    async def sample(self, tokens: Sequence[int] | np.ndarray, sampling: Sampling) -> Response:
         search = StopSearch(self.stops, sampling.stop_strings) if sampling.stop_strings else None
-        request = Request(list(tokens), sampling, asyncio.get_running_loop().create_future(), search)
+        request = Request(np.asarray(tokens).tolist(), sampling, asyncio.get_running_loop().create_future(), search)
         self.batch.waiting.append(request)
         self.news.set()
         return await request.answer
