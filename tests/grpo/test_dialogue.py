@@ -73,6 +73,14 @@ def dialogue(tokenizer, template, **settings):
     return Dialogue(tokenizer, DataConfig(chat=template is not None, **settings), [tokenizer.eos_token_id])
 
 
+def test_a_limit_that_a_tokenizer_was_saved_with_cuts_nothing_that_is_said(tokenizer):
+    tokenizer.backend_tokenizer.enable_truncation(4)
+    tokenizer.backend_tokenizer.enable_padding(length=64)
+    talk = dialogue(tokenizer, None)
+    said = [{"role": "user", "content": "much more than four letters"}]
+    assert tokenizer.decode(talk.suffix(said, None)) == said[0]["content"]
+
+
 @pytest.mark.parametrize("tools", [[], [TOOL]], ids=["text", "tools"])
 @pytest.mark.parametrize("name", KEEPING)
 def test_ids_of_a_conversation_are_those_of_its_template(tokenizer, name, tools):

@@ -2,11 +2,16 @@
 
 import json
 import sys
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from tests.trainer.conftest import deterministic, rows_of
 from tests.trainer.test_algorithms_runs import run_prove
+from trainer.trainer import start_engine
+from workers.engines.config import RolloutConfig
+from workers.engines.sglang_process import make_arguments
 
 
 def samples_of(run):
@@ -52,6 +57,21 @@ def test_a_resume_amid_a_run_of_conversations_is_exact(start, chatter):
     assert rounded[0] == rounded[1]
     assert (half / "samples.jsonl").read_text() == (whole / "samples.jsonl").read_text()
     assert_conversations(whole, 1e-4)
+
+
+def test_the_engine_of_conversations_alone_has_graphs_for_prefills(monkeypatch):
+    made = []
+    monkeypatch.setattr("trainer.trainer.make_engine", lambda *arguments: made.append(arguments[-1]))
+    for converses in (True, False):
+        config = SimpleNamespace(rollout=RolloutConfig(engine="torch"), converses=converses, model=None, seed=0)
+        start_engine(config, SimpleNamespace(device=torch.device("cpu"), dp_rank=0))
+    assert made == [True, False]
+    layout = SimpleNamespace(device=torch.device("cuda", 0), tp_size=1)
+    off = {"disable_prefill_cuda_graph": True}
+    for turns, own, disabled in [(True, {}, False), (False, {}, True), (True, off, True)]:
+        config = RolloutConfig(engine="sglang", concurrent_samples=8, sglang=own)
+        arguments = make_arguments(config, layout, "model", torch.bfloat16, turns)
+        assert arguments["disable_prefill_cuda_graph"] is disabled
 
 
 def test_both_proofs_hold_for_conversations(start, chatter, capsys):

@@ -17,7 +17,6 @@ from workers.engines.sglang_process import SGLangError
 PREFIX = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=0, stop=(), seed=0)
 """Has SGLang put a prompt into its prefix cache."""
 
-
 PAUSE = 0.02
 """Seconds between two messages: each has SGLang begin a prefill, while those that run wait."""
 
@@ -62,7 +61,8 @@ class Requests:
         self.pending: list[_Request] = []  # to be sent with the next message
         self.unanswered: dict[str, _Request] = {}
         self.count = 0
-        self.asked_at = self.sent_at = 0.0  # on time.time's clock, as SGLang's own
+        self.asked_at = 0.0  # on time.time's clock, as SGLang's own
+        self.sent_at = 0.0  # the last message, on time.monotonic's
         self.manager._handle_batch_output = self._receive
         self.receive_other, self.manager._result_dispatcher = self.manager._result_dispatcher, self._receive_other
 
@@ -94,7 +94,7 @@ class Requests:
         return request
 
     async def _send_pending(self) -> None:
-        await asyncio.sleep(max(0.0, self.sent_at + PAUSE - time.time()))
+        await asyncio.sleep(max(0.0, self.sent_at + PAUSE - time.monotonic()))
         going, self.pending = self.pending, []
         # Several samples of one prompt find it in the prefix cache.
         counts = Counter(request.prompt for request in going)
@@ -120,7 +120,7 @@ class Requests:
             self.manager.auto_create_handle_loop()
             message = self.io_struct.BatchTokenizedGenerateReqInput(batch=[self._written(each) for each in wanted])
             self.manager._dispatch_to_scheduler(message)
-            self.sent_at = time.time()
+            self.sent_at = time.monotonic()
 
     def _written(self, request: _Request) -> Any:
         """What SGLang is told of one request."""
