@@ -137,7 +137,8 @@ def main() -> None:
     settings |= {"concurrent_samples": 4 if device.type == "cpu" else 64}
     settings |= {"sglang": {} if device.type == "cpu" else {"attention_backend": "triton"}}
     cast = Cast("guess", None, Dialogue(make_tokenizer(), DataConfig(), STOP))
-    limits = EnvironmentsConfig(processes=1, max_turns=4, max_turn_tokens=6)
+    # Late is what an idle process can be on a machine with little memory, and nothing that is tested here.
+    limits = EnvironmentsConfig(processes=1, max_turns=4, max_turn_tokens=6, timeout_seconds=60.0)
     for size in map(int, engine_sizes.split(",")):
         config, engines = RolloutConfig(tensor_parallel=size, **settings), mesh.make_inference_layout(device, size)
         engine = make_engine(model, config, engines, seed=engines.dp_rank, turns=True)
