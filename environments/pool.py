@@ -91,8 +91,8 @@ class Process:
         for thread in self._threads:
             thread.start()
 
-    def ask(self, answer: Answer, conversation: int, what: str, *arguments: Any) -> None:
-        """Have (kind, result) in `answer` when it comes."""
+    def ask(self, answer: Answer, conversation: int, name: str, what: str, *arguments: Any) -> None:
+        """Have (kind, result) in `answer` when it comes; name: of the environment that the conversation is with."""
         with self._lock:
             ended, number = self.ended, next(self._numbers)
             if not ended:
@@ -100,7 +100,7 @@ class Process:
         if ended:
             _give([(answer, ("crash", ended))])
         else:
-            self._outbox.put(pickle.dumps((number, conversation, what, *arguments)))
+            self._outbox.put(pickle.dumps((number, conversation, name, what, *arguments)))
 
     def end(self, patience: float) -> None:
         """Let it close its environments for up to `patience` seconds, and kill it with all that it started."""
@@ -229,9 +229,7 @@ class EnvironmentPool(contextlib.AbstractContextManager):
         self._processes = [process for process in self._processes if not process.ended]
         process = min(taking, key=lambda process: process.conversations)
         process.conversations += 1
-        number = next(self._numbers)
-        process.ask(Future(), number, "open", name)
-        return Session(process, number, name, find(name).seconds or self.config.timeout_seconds)
+        return Session(process, next(self._numbers), name, find(name).seconds or self.config.timeout_seconds)
 
 
 @dataclass
@@ -268,7 +266,7 @@ class Session:
         """Have the environment closed, and do not wait for it. A second time does nothing."""
         if self.number:
             answer: Future = Future()
-            self.process.ask(answer, self.number, "close")
+            self.process.ask(answer, self.number, self.name, "close")
             self.process.closing.append((time.monotonic() + self.seconds, answer))
             self.process.conversations -= 1
             self.number, self.gone = 0, True
@@ -279,7 +277,7 @@ class Session:
             raise Failed("gone", "the environment has ended", gone=True)
         loop = asyncio.get_running_loop()
         begun, answer = loop.time(), loop.create_future()
-        self.process.ask(answer, self.number, what, *arguments)
+        self.process.ask(answer, self.number, self.name, what, *arguments)
         # The first conversations of a process begin before it has imported what they need.
         limit = self.seconds if self.name in self.process.begun else START_SECONDS
         late = loop.call_later(limit, _give, [(answer, ("timeout", f"{what} took longer than {limit:g} seconds"))])

@@ -1,8 +1,8 @@
 """What runs in a process of the pool: the environments of many conversations, each in a thread of its own.
 
-The pool sends pickles over stdin, first the setup and then (number, conversation, what, *arguments); each is answered
-with one line of JSON over stdout, [number, kind, result]: kind "ok", or that of a failure and a message. Calls of one
-conversation are answered in the order they came, those of several side by side.
+The pool sends pickles over stdin, first the setup and then (number, conversation, name, what, *arguments); each is
+answered with one line of JSON over stdout, [number, kind, result]: kind "ok", or that of a failure and a message. Calls
+of one conversation are answered in the order they came, those of several side by side.
 """
 
 import asyncio
@@ -47,12 +47,11 @@ class Server:
         self.conversations: dict[int, Conversation] = {}
         self.unclosed: set[Conversation] = set()
 
-    def take(self, number: int, conversation: int, what: str, *arguments: Any) -> None:
-        """Begin to answer one call."""
-        if what == "open":
-            self.conversations[conversation] = Conversation(self, *arguments)
-            self.answer(number, "ok", None)
-        elif what == "close":
+    def take(self, number: int, conversation: int, name: str, what: str, *arguments: Any) -> None:
+        """Begin to answer one call, the first of a conversation with an environment of its own."""
+        if conversation not in self.conversations:
+            self.conversations[conversation] = Conversation(self, name)
+        if what == "close":
             self.conversations.pop(conversation).end(number)
         else:
             self.conversations[conversation].take(number, what, arguments)
@@ -73,7 +72,7 @@ class Server:
     def end(self) -> None:
         """Close all environments, and wait for that at most GRACE."""
         for conversation in list(self.conversations):
-            self.take(0, conversation, "close")
+            self.conversations.pop(conversation).end(0)
         deadline = time.monotonic() + GRACE
         while self.unclosed and time.monotonic() < deadline:
             time.sleep(0.01)
