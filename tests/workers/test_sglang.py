@@ -264,19 +264,23 @@ def test_what_is_asked_within_the_pause_travels_together(engine, monkeypatch):
     assert messages == [1, 9]
 
 
-def test_samples_that_nobody_waits_for_any_more_are_ended_by_an_abort(engine):
+def test_samples_that_nobody_waits_for_any_more_are_ended_by_an_abort(engine, monkeypatch):
+    end, kinds = engine.requests._end, []
+    monkeypatch.setattr(engine.requests, "_end", lambda name, why: (kinds.append(why["type"]), end(name, why)))
+
     async def give_up():
-        asked = [asyncio.ensure_future(engine.sample(p, sampling(max_new_tokens=8000))) for p in PROMPTS]
-        await asyncio.sleep(0.5)
+        asked = [asyncio.ensure_future(engine.sample(p, sampling(max_new_tokens=480))) for p in PROMPTS]
+        await asyncio.sleep(0.3)
         for task in asked:
             task.cancel()
         await asyncio.gather(*asked, return_exceptions=True)
         engine.abort()
-        async with asyncio.timeout(5):  # what is left would take half a minute
+        async with asyncio.timeout(30):
             while engine.requests.asked() is not None:
                 await asyncio.sleep(0.01)
 
     engine.run(give_up())
+    assert kinds == ["abort"] * len(PROMPTS)
     assert len(answers_of(engine, PROMPTS, 1, SAMPLING)) == 5
 
 
