@@ -71,8 +71,8 @@ class Server:
 
     def end(self) -> None:
         """Close all environments, and wait for that at most GRACE."""
-        for conversation in list(self.conversations):
-            self.conversations.pop(conversation).end(0)
+        for conversation in self.conversations.values():
+            conversation.end(0)
         deadline = time.monotonic() + GRACE
         while self.unclosed and time.monotonic() < deadline:
             time.sleep(0.01)
